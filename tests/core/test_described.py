@@ -102,6 +102,19 @@ def test_so_is_one_that_is_here(said, kind, family):
     assert Here().device_info().family == family
 
 
+def test_links_to_other_devices_are_facts_of_several_ranks(acme):
+    linked = {**X1, "link": "fast", "link_gb_s": 450, "multicast": True}
+    module = acme({**DEVICES, "devices": {"x1": X1, "x3": linked}})
+    plugins = load_plugins((), [module])
+    bare, info = (describe(plugins, name).info() for name in ("x1", "x3"))
+    assert (bare.link, bare.link_bandwidth, bare.multicast) == ("", 0, False)
+    assert (info.link, info.link_bandwidth, info.multicast) == ("fast", 450 * 10**9, True)
+    for tp, wanted in ((1, ("none", False)), (2, ("fast", True))):
+        facts = assemble(EngineConfig(tp=tp), device="x3", loaded=plugins).facts
+        assert (facts.interconnect, facts.multicast) == wanted
+        assert (facts.ranks["tp"], facts.ranks["ep"], facts.hosts) == (tp, 1, 1)
+
+
 @pytest.mark.parametrize("said", [True, False, None])
 def test_a_device_that_nothing_has_run_on_is_marked(acme, said, capsys):
     x3 = X1 if said is None else {**X1, "unrun": said}

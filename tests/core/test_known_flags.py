@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from functools import cache
 
 import pytest
 
 from ds_runtime.assembly.backends import backend_pins
-from ds_runtime.cli import build_parser, main
+from ds_runtime.cli import build_parser, main, torchrun
 from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
@@ -99,6 +100,30 @@ def test_the_number_of_replicas_and_of_groups_is_one_flag():
     assert parsed("--tp", "4", "--dp", "2", "--enable-dp-attention")[2] == []
 
 
+def test_several_machines_and_torchrun():
+    line = "--tp 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:5000 --headless"
+    engine, _, notes = parsed(*line.split())
+    assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 1)
+    told = parsed("--dist-init-addr", "h:1")[2]
+    assert told == ["--dist-init-addr h:1: not needed: ranks of one machine find each other"]
+    given = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    given |= {"LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
+    asked = {**given, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = Namespace(node_rank=0)
+    assert torchrun.settle(said, asked) == [
+        "torchrun: is --tp 8 --nnodes 2 --dist-init-addr h:10 here"
+    ]
+    assert vars(said) == {"node_rank": 0, "tp": 8, "nnodes": 2, "dist_init_addr": "h:10"}
+    assert asked == given and not torchrun.is_spare(given)
+    assert torchrun.is_spare({**given, "LOCAL_RANK": "3"})
+    alone = Namespace()
+    assert torchrun.settle(alone, {**given, "GROUP_WORLD_SIZE": "1"}) == [
+        "torchrun: is --tp 8 here"
+    ]
+    assert torchrun.settle(Namespace(), {"RANK": "0", "WORLD_SIZE": "8"}) == []
+    assert not torchrun.is_spare({"LOCAL_RANK": "1"})
+
+
 @pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
 def test_every_spelling_says_so_or_ends_the_start(flag):
     meant = KNOWN[flag]
@@ -115,6 +140,17 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
+        ("--tp 4 --nnodes 3 --dist-init-addr a:1", "--tp 4 ranks do not divide among so many mach"),
+        ("--tp 4 --nnodes 2", "--dist-init-addr None: with --nnodes 2 it is HOST:PORT, an address"),
+        ("--tp 4 --nnodes 2 --dist-init-addr here", "--dist-init-addr here: with --nnodes 2 it is"),
+        ("--tp 4 --nnodes 2 --master-addr h:70000", "--dist-init-addr h:70000: with --nnodes 2"),
+        (
+            "--tp 4 --nnodes 2 --dist-init-addr h:1 --node-rank 2",
+            "--node-rank 2: machines are numb",
+        ),
+        ("--tp 4 --nnodes 0", "--nnodes 0: must be at least 1"),
+        ("--tp 4 --dp 2 --nnodes 2 --dist-init-addr h:1", "--dp 2: replicas run on one machine"),
+        ("--master-port 5000", "--master-port 5000: is part of --dist-init-addr HOST:PORT here"),
         ("--pp-size 2", "--pp-size 2: stages of layers are not built yet"),
         ("--dp 8 --enable-dp-attention", "--tp 1 does not divide into 8: give --tp 8, or leave"),
         ("--tp 8 --dp 3 --enable-dp-attention", "--tp 8 does not divide into 3: give --tp 3"),

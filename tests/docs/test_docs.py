@@ -114,6 +114,7 @@ def known_flags() -> set[str]:
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
     found |= set(ds_runtime_cuda.hooks.FLAGS)
     found |= {"--ds-platform", "--dist"}  # of pytest
+    found.add("--nproc-per-node")  # of torchrun
     while todo:
         parser = todo.pop()
         found |= set(parser._option_string_actions)

@@ -10,7 +10,7 @@ from ds_runtime.api import DeviceInfo, Facts, Refusal
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.contract import Dims
 from ds_runtime_cuda import defaults, platform, software
-from ds_runtime_cuda.driver import DriverError, Gpu, gpu, memory
+from ds_runtime_cuda.driver import DriverError, Gpu, gpu, links, memory
 
 
 class Driver:
@@ -65,6 +65,35 @@ class Driver:
     def _nvmlDeviceGetMemoryInfo(self, handle, found):
         found._obj.total, found._obj.free = 150 << 30, handle.value << 30
         return 0
+
+    def _nvmlDeviceGetNvLinkState(self, handle, number, active):
+        active._obj.value = number != 3  # one is down
+        return 0 if handle.value in self.linked else 3
+
+    def _nvmlDeviceGetNvLinkVersion(self, handle, number, version):
+        version._obj.value = self.linked[handle.value]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("linked", "rate"), [({40: 4}, 17 * 25 * 10**9), ({40: 5}, 17 * 50 * 10**9), ({}, 0)]
+)
+def test_links_between_gpus_are_counted(monkeypatch, linked, rate):
+    monkeypatch.setattr(Driver, "linked", linked, raising=False)
+    assert links("0000:40:00.0", Driver) == rate
+    monkeypatch.setattr(Driver, "fails", "nvmlDeviceGetHandleByPciBusId_v2")
+    assert links("0000:40:00.0", Driver) == 0
+
+    def absent(name):
+        raise OSError(f"{name}: no such library")
+
+    assert links("0000:40:00.0", absent) == 0
+
+
+@pytest.mark.parametrize(("found", "link"), [(450 * 10**9, "nvlink"), (0, "pcie")])
+def test_the_link_is_a_fact_and_multicast_is_left_off(found, link):
+    info = platform.describe(Gpu("x", (9, 0), 1, 2, "", links=found), frozenset())
+    assert (info.link, info.link_bandwidth, info.multicast) == (link, found, False)
 
 
 def test_a_gpu_is_read_from_the_driver():

@@ -8,8 +8,19 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
-from test_rank_death import Front, Offline, check_all, check_end, check_told, environment, plugin
+from test_rank_death import (
+    LIMIT,
+    Front,
+    Offline,
+    check_all,
+    check_end,
+    check_told,
+    environment,
+    family,
+    plugin,
+)
 
 from ds_runtime.engine.messages import Ready, Submit, Tokens, encoder
 from ds_runtime.engine.process.transport import private_folder
@@ -103,3 +114,41 @@ def test_one_that_is_continued_in_time_goes_on(tmp_path, monkeypatch):
 def test_offline_one_that_is_stopped_ends_both(tmp_path):
     cases = ("load", "stop gloo"), ("decode", "stop deaf")
     check_all([Offline(tmp_path / phase, 1, phase, how) for phase, how in cases])
+
+
+@pytest.mark.parametrize("how", ["gloo", "spinning"])
+def test_ranks_end_that_hear_nothing_of_rank_0(tmp_path, how):
+    """The user's own process is stopped, which nobody else may end."""
+    case = Offline(tmp_path, 0, "decode", f"stop {how}")
+    try:
+        while not case.at.exists():
+            case.family |= family(case.process.pid)
+            assert case.process.poll() is None, case.said.read_text()
+            time.sleep(0.1)
+        (rank,) = (p for p in case.family if "spawn_main" in " ".join(p.cmdline()))
+        while rank.status() != psutil.STATUS_ZOMBIE:  # which its stopped parent leaves it to be
+            assert time.time() < float(case.at.read_text()) + LIMIT
+            time.sleep(0.1)
+        os.kill(case.process.pid, signal.SIGCONT)
+        assert case.process.wait(LIMIT) != 0
+        assert "rank 0 has left, or was stopped by a signal" in case.said.read_text()
+    finally:
+        case.end()
+
+
+def test_a_session_that_is_suspended_as_a_whole_goes_on(tmp_path):
+    case = Offline(tmp_path, 1, "never", "kill gloo", slow="load 0.5")
+    try:
+        while "loading" not in case.said.read_text():
+            assert case.process.poll() is None, case.said.read_text()
+            time.sleep(0.1)
+        time.sleep(2)
+        every = family(case.process.pid)
+        for one in every:
+            one.suspend()
+        time.sleep(9)
+        for one in every:
+            one.resume()
+        assert case.process.wait(90) == 0, case.said.read_text()
+    finally:
+        case.end()

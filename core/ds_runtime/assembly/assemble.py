@@ -33,6 +33,7 @@ from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import (
     FP8_GROUPS,
     DeviceInfo,
+    Dims,
     Facts,
     Offers,
     QuantLoader,
@@ -40,6 +41,7 @@ from ds_runtime.ops.contract import (
     Site,
 )
 from ds_runtime.ops.table import OPS
+from ds_runtime.parallel.mesh import AXES, Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.asking import check_outside
 from ds_runtime.plugins.described_devices import describe
@@ -260,6 +262,8 @@ def _refused(
 
 
 def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Facts:
+    mesh = Mesh.of(config)
+    several = mesh.size > 1
     return Facts(
         device=device,
         dims=model.dims(config.tp, config.attention_tp),
@@ -267,7 +271,10 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         kv_dtype=_kv_dtype(config, model),
         index_dtype=_index_dtype(config),
         page_size=config.page_size,
-        tp=config.tp,
+        ranks=Dims({axis: mesh.extent(axis) for axis in AXES}),
+        hosts=mesh.hosts,
+        interconnect=device.link if several else "none",
+        multicast=several and device.multicast,
         deterministic=config.deterministic,
         quantized=bool(model.quantization) or config.quantize != "none",
         compiled_rows=config.torch_compile_max_bs if config.enable_torch_compile else 0,

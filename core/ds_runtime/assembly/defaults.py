@@ -17,7 +17,19 @@ from ds_runtime.plugins.manager import Plugins
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
     {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
-    | {"tp", "dp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
+    | {
+        "tp",
+        "dp",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "dist_token_file",
+        "enable_dp_attention",
+        "pin",
+        "plan",
+        "cpu_isa",
+        "lora",
+    }
 )
 Log = list[tuple[str, str, str, str]]  # field, change, who, why
 # Of a field, or of one fusion of `fusion`: what is wished, by which plugin, and why.

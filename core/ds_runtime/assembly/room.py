@@ -216,10 +216,12 @@ def said(assembly: Assembly) -> list[str]:
             f"beside them may come {needs}, {amount(lacking)} more than there is: a step may run "
             "out of memory"
         )
+    groups, each = assembly.config.attn_dp, " of each rank" if assembly.config.tp > 1 else ""
+    every = f"; {tokens * groups} in all {groups} groups" if groups > 1 else ""
     return [
-        f"memory {amount(assembly.device.memory)}: weights {amount(needed_bytes(assembly))}, KV "
-        f"cache {amount(room)} ({tokens} tokens, {tokens / context:.1f} full contexts of "
-        f"{context}); {beside}",
+        f"memory {amount(assembly.device.memory)}{each}: weights "
+        f"{amount(needed_bytes(assembly))}, KV cache {amount(room)} ({tokens} tokens{every}, "
+        f"{tokens / context:.1f} full contexts of {context}); {beside}",
         *cost,
         *(f"copy {form}" for form in assembly.forms),
     ]

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from ds_runtime._version import __version__
+from ds_runtime.cli import torchrun
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.inspect import doctor, ops, plan, plugins
@@ -88,7 +89,11 @@ def _run(args: list[str]) -> int:
     _add_plugin_flags(parser, loaded)
     namespace = parser.parse_args(args)
     environment = _unread(loaded) if looks else []
-    for note in (*settle(namespace), *environment):
+    serves = args[:1] == ["serve"]
+    if serves and torchrun.is_spare(os.environ):
+        return 0
+    notes = torchrun.settle(namespace, os.environ) if serves else []
+    for note in (*notes, *settle(namespace), *environment):
         print(f"ds-runtime: {note}", file=sys.stderr)
     if "run" not in namespace:
         parser.print_help()

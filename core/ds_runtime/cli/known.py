@@ -14,7 +14,6 @@ from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 _EXPERTS = (
     "experts by number are not built yet: --tp divides the weights of every expert among its ranks"
 )
-_HOSTS = "an engine runs on the devices of one host: several hosts are not built yet"
 _STAGES = "stages of layers are not built yet: --tp divides every layer"
 _TIERS = "KV cache beyond the device's memory is not built yet: leave it out"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
@@ -48,9 +47,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--device": "platform",
     "--pp-size": _one(_STAGES),
     "--pipeline-parallel-size": _one(_STAGES),
-    "--nnodes": _one(_HOSTS),
-    "--node-rank": nothing("is of several hosts, and there is one", "one"),
-    "--dist-init-addr": nothing("not needed: ranks of one host find each other", "one"),
+    "--master-addr": "dist_init_addr",
+    "--master-port": refused("is part of --dist-init-addr HOST:PORT here", "one"),
+    "--headless": nothing("not needed: a --node-rank above 0 speaks no HTTP"),
     "--ep": nothing(_EXPERTS, "one"),
     "--ep-size": nothing(_EXPERTS, "one"),
     "--expert-parallel-size": nothing(_EXPERTS, "one"),
@@ -156,6 +155,9 @@ def settle(namespace: Namespace) -> list[str]:
     file: Mapping[str, Any] = said.values if said else {}
     values = {**file, **vars(namespace)}
     notes = [*file.get("notes", ()), *getattr(namespace, "notes", ())]
+    at = values.get("dist_init_addr")
+    if at is not None and values.get("nnodes", 1) == 1:
+        notes.append(f"--dist-init-addr {at}: not needed: ranks of one machine find each other")
     tp, dp = values.get("tp", 1), values.get("dp", 1)
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes

@@ -89,6 +89,16 @@ class EngineConfig:
         "each: the KV cache of a sequence lies in one group only, and every group has all weights "
         "of attention",
     )
+    nnodes: int = setting(1, "machines that the ranks of --tp are on, as many on each", least=1)
+    node_rank: int = setting(
+        0, "number of this machine among --nnodes; only number 0 speaks HTTP", least=0
+    )
+    dist_init_addr: str | None = setting(
+        None, "HOST:PORT of machine 0, where the ranks of several machines meet"
+    )
+    dist_token_file: str | None = setting(
+        None, "file of a secret that all machines share: a rank without it is refused"
+    )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
     cpu_isa: str = setting(
@@ -133,11 +143,7 @@ class EngineConfig:
     )
     page_size: int = setting(16, "tokens per KV page", least=1)
     state_snapshots: int | None = setting(
-        None,
-        "copies of what requests keep beside pages, from which prompts that begin alike go on; 0: "
-        "these are computed from their start (default, auto: 15 % of the cache's memory)",
-        also={"auto": None},
-        least=0,
+        None, "states kept for later prompts (auto: 15 % of caches)", also={"auto": None}, least=0
     )
     disable_radix_cache: bool = setting(False, "compute every prompt from its start, reusing no KV")
     max_running_requests: int = setting(
@@ -303,6 +309,7 @@ class EngineConfig:
         _fraction(self)
         check_speculation(self)
         _divided(self)
+        _several(self)
 
     @property
     def fusions(self) -> dict[str, bool]:
@@ -313,6 +320,11 @@ class EngineConfig:
     def attn_dp(self) -> int:
         """Groups of ranks that divide the sequences: each has KV pages of its own."""
         return (self.dp or self.tp) if self.enable_dp_attention else 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of this engine on each machine."""
+        return self.tp // self.nnodes
 
     @property
     def replicas(self) -> int:
@@ -353,6 +365,32 @@ def _divided(config: EngineConfig) -> None:
             f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
             f"have attention of their own, and --tp {config.tp} does not divide into {dp}: give "
             f"--tp {dp}, or leave --enable-dp-attention out for {dp} replicas of --tp ranks each"
+        )
+
+
+def _several(config: EngineConfig) -> None:
+    nodes, at = config.nnodes, config.dist_init_addr
+    if config.node_rank >= nodes:
+        raise ConfigError(
+            f"--node-rank {config.node_rank}: machines are numbered from 0, and --nnodes is {nodes}"
+        )
+    if nodes == 1:
+        return
+    if config.tp % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes}: --tp {config.tp} ranks do not divide among so many machines: give "
+            f"a multiple of {nodes}"
+        )
+    if config.replicas > 1:
+        raise ConfigError(
+            f"--dp {config.dp}: replicas run on one machine, and --nnodes is {nodes}: start a "
+            "server for each, or give --enable-dp-attention"
+        )
+    host, _, port = (at or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, an address of machine "
+            "0 that every other one reaches"
         )
 
 

@@ -22,8 +22,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.process.failure import during
-from ds_runtime.engine.process.ranks import Leader
+from ds_runtime.engine.process.failure import PARTING, bounded, during
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.speculate.draft_length import Pace
@@ -37,6 +36,7 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.parallel.link import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
@@ -240,7 +240,8 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if self.leader is not None:
-            self.leader.part(self.runner)
+            self.leader.part()
+            bounded(self.runner.close, PARTING)
 
 
 @dataclass(frozen=True, slots=True)

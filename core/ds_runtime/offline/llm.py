@@ -69,6 +69,11 @@ class LLM:
                 f"--dp {config.dp}: a server runs replicas (ds-runtime serve), and this is one "
                 "engine: leave it out, or give --enable-dp-attention beside it for groups of ranks"
             )
+        if config.nnodes > 1:
+            raise ConfigError(
+                f"--nnodes {config.nnodes}: ranks on several machines are a server's (ds-runtime "
+                "serve on each): leave it out"
+            )
         defaults = EngineConfig()
         explicit = tuple(n for n in given if n in settings or given[n] != getattr(defaults, n))
         names = tuple(m.__name__ for m in extra_plugins)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from ds_runtime.ops.declare import Op
-from ds_runtime.ops.kernel import Compiles, Footprint, RowRange
+from ds_runtime.ops.kernel import Compiles, Footprint, Layout, RowRange
 
 API_VERSION = 1
 
@@ -56,6 +56,9 @@ class Dims(Mapping[str, int]):
         return (Dims, (self._map,))
 
 
+_ALONE = Dims({})  # one rank, which divides nothing
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """One device as a kernel may look at it. Memory in bytes, its bandwidth in bytes per second (0:
@@ -63,7 +66,10 @@ class DeviceInfo:
 
     `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
     the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
-    `family` is what people call all devices of its platform: `Platform.device_info` knows.
+    `family` is what people call all devices of its platform: `Platform.device_info` knows. `link`
+    is how it reaches others of its host: "pcie", or what a vendor calls something faster, "" where
+    it is not known; `link_bandwidth` bytes per second that it receives so (0: not known).
+    `multicast`: one store reaches all of them, and may be used here.
     """
 
     type: str
@@ -75,6 +81,9 @@ class DeviceInfo:
     cores: int = 1
     bandwidth: int = 0
     family: str = ""
+    link: str = ""
+    link_bandwidth: int = 0
+    multicast: bool = False
 
     def __post_init__(self) -> None:
         if not self.family:
@@ -107,6 +116,9 @@ class Facts:
     `crowded`: ops for second forms of whose weights (`Footprint.beside`) memory has no room.
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
+    `ranks`: how many divide each axis of the mesh (`tp`, `attn_dp`, `attn_tp`, …), on `hosts`
+    machines. `interconnect`: how ranks of one machine reach each other, as `DeviceInfo.link` says;
+    "none" for one rank. `multicast`: as of `DeviceInfo`, where there are several.
     """
 
     device: DeviceInfo
@@ -114,7 +126,10 @@ class Facts:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     page_size: int = 16
-    tp: int = 1
+    ranks: Dims = _ALONE
+    hosts: int = 1
+    interconnect: str = "none"
+    multicast: bool = False
     deterministic: bool = False
     graph_capture: bool = False
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
@@ -128,6 +143,11 @@ class Facts:
     phase: Phase = "any"
     weight_format: str = ""
     shape: tuple[int, ...] = ()
+
+    @property
+    def tp(self) -> int:
+        """Ranks that divide the width of FFNs."""
+        return self.ranks.get("tp", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,33 +183,6 @@ class Site:
     def path(self) -> str:
         """`layers.3.self_attn.o_proj`, or the bare module name outside the layers."""
         return f"layers.{self.layer}.{self.module}" if self.layer >= 0 else self.module
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A byte layout that several kernels must agree on (e.g. of the KV cache).
-
-    `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
-    `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).
-    `bytes_per_token(facts)` is of one entry. `copy`: lazy, `(cache, sources, targets)`, puts what
-    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice.
-    `export`: lazy, `(cache, blocks) -> [n, bytes of a block] uint8`; `restore`: lazy, `(cache,
-    blocks, exported)`. By default a block is what lies along the first dim, and a layout that keeps
-    more elsewhere brings its own.
-    """
-
-    name: str
-    version: int
-    allocate: str
-    bytes_per_token: Callable[[Facts], int]
-    page_sizes: tuple[int, ...] = ()  # entries of a block; empty: any
-    copy: str = "ds_runtime.ops.reference.attention.cache:copy_blocks"
-    export: str = "ds_runtime.ops.reference.attention.cache:export_blocks"
-    restore: str = "ds_runtime.ops.reference.attention.cache:restore_blocks"
-
-    @property
-    def tag(self) -> str:
-        return f"{self.name}.v{self.version}"
 
 
 Gate = Callable[[Facts], "str | None"]

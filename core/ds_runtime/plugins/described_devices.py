@@ -8,9 +8,11 @@ A plugin ships `devices.json` beside its `__init__.py`:
                         "cores": 64, "fast_dtypes": ["bfloat16"], "features": ["fp8"]}}}
 
 `installed` are the features that stand for the software of the plugin's extra; every device gets
-them. `"unrun": true` says of a device that nothing has run on one. A plugin that cannot serve its
-devices yet gives the properties of a platform that plans look at instead of a class:
-`"platform": {"name": "acme", "captures": true}`. Torch-free.
+them. `"link": "fast", "link_gb_s": 450` says how it reaches others of its host, and how many GB a
+second it receives so; `"multicast": true` that a store may reach all. `"unrun": true` says of a
+device that nothing has run on one. A plugin that cannot serve its devices yet gives the properties
+of a platform that plans look at instead of a class: `"platform": {"name": "acme", "captures":
+true}`. Torch-free.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 FILE = "devices.json"
 _PROPERTIES = ("name", "family", "asynchronous", "captures", "own_memory", "kv_share")
 _DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
+_OPTIONAL = {"features", "unrun", "bandwidth_gb_s", "link", "link_gb_s", "multicast"}
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 
 
@@ -148,7 +151,7 @@ def _unrun(values: Mapping[str, Any]) -> bool:
 
 def _info(values: dict[str, Any], installed: Iterable[str]) -> DeviceInfo:
     missing = _REQUIRED - values.keys()
-    unknown = values.keys() - _REQUIRED - {"features", "unrun", "bandwidth_gb_s"}
+    unknown = values.keys() - _REQUIRED - _OPTIONAL
     if missing or unknown:
         raise ValueError(f"missing {sorted(missing)}, unknown {sorted(unknown)}")
     return DeviceInfo(
@@ -160,4 +163,7 @@ def _info(values: dict[str, Any], installed: Iterable[str]) -> DeviceInfo:
         memory=int(values["memory_gb"] * 1e9),
         cores=values["cores"],
         bandwidth=int(values.get("bandwidth_gb_s", 0) * 1e9),
+        link=values.get("link", ""),
+        link_bandwidth=int(values.get("link_gb_s", 0) * 1e9),
+        multicast=values.get("multicast", False),
     )

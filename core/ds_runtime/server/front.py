@@ -42,6 +42,7 @@ _THREADS = 64  # that work on bodies; most of them wait for the text process
 _POLL_SECONDS = 0.1
 _SWITCH_SECONDS = 0.0005  # that a thread which reads a body lets the event loop wait
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
+_NODE_SECONDS = 1.0  # where other nodes have gone, and all are to be started anew
 _GRACE_SECONDS = 1.5  # for answers' last bytes; with the engine's share it stays below 5
 
 
@@ -92,7 +93,8 @@ def front_end(
     add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait
-    serving = _Serving(lives, client, app, sock, server_config, model.name, text.close)
+    telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
+    serving = _Serving(lives, client, app, sock, server_config, model.name, text.close, telling)
     return lambda: uvloop.run(serving.run())
 
 
@@ -163,6 +165,7 @@ class _Serving:
         config: ServerConfig,
         name: str,
         end_text: Callable[[], object],
+        telling: float,
     ) -> None:
         self._client, self._sock, self._name, self._end_text = client, sock, name, end_text
         several = len(lives) > 1
@@ -179,6 +182,7 @@ class _Serving:
         self._in_json = config.log_format == "json"
         self._scheme = "http" if config.ssl_certfile is None else "https"
         self._patience = config.shutdown_timeout
+        self._telling = telling
         self._running = app.state.service.running
         self._web = web(app, config, sock, grace=int(_GRACE_SECONDS) or 1)
         self._signalled, self._hurried = asyncio.Event(), asyncio.Event()
@@ -230,7 +234,7 @@ class _Serving:
         if self._client.serving:
             await self._drain()
         else:
-            await self._signal_within(_DEAD_SECONDS)
+            await self._signal_within(self._telling)
         return 1
 
     def _on_ready(self) -> None:

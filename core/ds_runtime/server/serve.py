@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
+from ds_runtime.engine.process.transport import private_folder
 from ds_runtime.errors import ConfigError
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
 from ds_runtime.server.observe.log import engine_output, logging_to
@@ -40,6 +41,10 @@ def serve(
     start = _launcher(server_config) if launch is None else launch
     if engine_config.max_itl is None and not engine_config.deterministic:
         engine_config = replace(engine_config, max_itl=MAX_ITL)
+    if engine_config.nnodes > 1:  # whoever starts the nodes starts them anew, all of them
+        server_config = replace(server_config, on_engine_death="exit")
+    if engine_config.node_rank:
+        return _headless(engine_config, server_config, explicit)
     check_tls(server_config)
     address = server_config.host, server_config.port
     with contextlib.ExitStack() as closed:
@@ -71,6 +76,31 @@ def _started(lives: Sequence[Lives]) -> Iterator[None]:
         for one in lives:
             one.abandon()
         raise
+
+
+def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[str]) -> int:
+    """The ranks of a node that has no HTTP, until rank 0 lets them go (0), they fail (1), or a
+    signal."""
+    from ds_runtime.engine.process.launch import EngineProcesses
+
+    tell = engine_output if server.log_format == "json" else None
+    signal.signal(signal.SIGTERM, _leave)
+    with logging_to(server), private_folder() as folder:
+        engine = EngineProcesses(config, folder, explicit, tell=tell)
+        at = f"node {config.node_rank} of {config.nnodes}"
+        try:
+            engine.start()
+            print(
+                f"{at}: {config.per_node} ranks for node 0 at {config.dist_init_addr}", flush=True
+            )
+            engine.group.over.wait()
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            engine.group.stop(0.0)
+        if (reason := engine.poll()) is not None:
+            print(f"ds-runtime: {at}: {reason}", file=sys.stderr, flush=True)
+    return int(reason is not None)
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -16,6 +16,7 @@ MANAGEMENT = "libnvidia-ml.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
 _MEMORY_CLOCK, _BUS_WIDTH = 36, 37  # in kHz, in bits; two transfers per clock
 _TEXT = 128
+_LINKS, _LINK_RATE = 18, 25 * 10**9  # at most of a GPU; bytes per second of one, each way
 
 
 class DriverError(RuntimeError):
@@ -25,7 +26,8 @@ class DriverError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One visible GPU. memory in bytes; cores are multiprocessors; bus is its PCI address;
-    bandwidth of the memory in bytes per second, 0 where the driver does not say."""
+    bandwidth of the memory in bytes per second, 0 where the driver does not say; links: bytes per
+    second that it receives from others over NVLink, 0 without."""
 
     name: str
     capability: tuple[int, int]
@@ -33,6 +35,7 @@ class Gpu:
     cores: int
     bus: str
     bandwidth: int = 0
+    links: int = 0
 
     @property
     def arch(self) -> str:
@@ -98,6 +101,32 @@ class _Memory(ctypes.Structure):
         ("free", ctypes.c_ulonglong),
         ("used", ctypes.c_ulonglong),
     )
+
+
+def links(bus: str, load: Callable[[str], Any] = ctypes.CDLL) -> int:
+    """Bytes per second that the GPU at a PCI address receives over NVLink; 0 where it has none, or
+    the driver does not say, since nothing fails without it."""
+    try:
+        nvml = load(MANAGEMENT)
+        _call(nvml, "nvmlInit_v2")
+        try:
+            handle = ctypes.c_void_p()
+            _call(nvml, "nvmlDeviceGetHandleByPciBusId_v2", bus.encode(), ctypes.byref(handle))
+            return sum(_link(nvml, handle, number) for number in range(_LINKS))
+        finally:
+            nvml.nvmlShutdown()
+    except (DriverError, OSError, AttributeError):
+        return 0
+
+
+def _link(nvml: Any, handle: ctypes.c_void_p, number: int) -> int:
+    active, version = ctypes.c_int(), ctypes.c_uint()
+    try:
+        _call(nvml, "nvmlDeviceGetNvLinkState", handle, number, ctypes.byref(active))
+        _call(nvml, "nvmlDeviceGetNvLinkVersion", handle, number, ctypes.byref(version))
+    except DriverError:  # no such link
+        return 0
+    return active.value * (_LINK_RATE if version.value < 5 else 2 * _LINK_RATE)
 
 
 def memory(bus: str, load: Callable[[str], Any] = ctypes.CDLL) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def describe(gpu: driver.Gpu, libraries: frozenset[str]) -> DeviceInfo:
         memory=gpu.memory,
         cores=gpu.cores,
         bandwidth=gpu.bandwidth,
+        link="nvlink" if gpu.links else "pcie",
+        link_bandwidth=gpu.links,
     )
 
 
@@ -94,11 +97,15 @@ def _gpu(index: int) -> driver.Gpu:
             f"{found.name} has compute capability {found.capability[0]}.{found.capability[1]}; "
             f"torch needs {OLDEST[0]}.{OLDEST[1]}: use --platform cpu"
         )
-    return found
+    return replace(found, links=driver.links(found.bus))
 
 
 class CudaPlatform(TorchPlatform):
-    """Local rank r computes on the r-th visible GPU."""
+    """Local rank r computes on the r-th visible GPU.
+
+    Multicast is never said to be there: whether it may be used depends on how a machine is shared
+    out, which no driver call tells without using it.
+    """
 
     name = "cuda"
     family = "NVIDIA GPUs"

@@ -18,6 +18,7 @@ FLAGS: Mapping[str, str | Spelling] = {
     ),
     "--deepep-mode": nothing("DeepEP is not built in yet", "one"),
     "--deepep-config": nothing("DeepEP is not built in yet", "one"),
+    "--nccl-init-addr": "dist_init_addr",
     "--enable-nccl-nvls": nothing("NCCL's own settings decide"),
 }
 

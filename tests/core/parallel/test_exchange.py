@@ -71,11 +71,21 @@ def everywhere(tp, dp, function):
 
     def run(rank):
         member = Member(shared, tuple(range(tp)), rank)
-        exchange = exchange_of(World(mesh, member))
-        return function(exchange, mesh.at(rank, "attn_dp"), rank)
+        try:
+            exchange = exchange_of(World(mesh, member))
+            return function(exchange, mesh.at(rank, "attn_dp"), rank)
+        except BaseException:  # nobody is to wait for this one
+            for some in shared.values():
+                some.barrier.abort()
+            raise
 
     with ThreadPoolExecutor(tp) as pool:
-        return list(pool.map(run, range(tp)))
+        done = [pool.submit(run, rank) for rank in range(tp)]
+    broken = threading.BrokenBarrierError
+    causes = [e for one in done if (e := one.exception()) and not isinstance(e, broken)]
+    if causes:
+        raise causes[0]
+    return [one.result() for one in done]
 
 
 @st.composite

@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         hint = near(args.explain, OPS) or f"; ops: {', '.join(OPS)}"
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.assembly import room
+    from ds_runtime.assembly import room, wire
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.assembly.plan import render
 
@@ -81,7 +81,7 @@ def run(args: Namespace) -> int:
 
     assembly = decided(config.tp)
     tell_left_out(assembly)
-    held = room.said(assembly)
+    held = [*room.said(assembly), *wire.said(assembly)]
     text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
     if args.device is not None and args.action == "lock":
         check_fit(assembly, args.device, decided)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_runtime import errors
+
+if TYPE_CHECKING:
+    from ds_runtime.engine.process.rankspec import RankSpec
+
+PARTING = 2.0  # seconds for a communicator to close whose other ranks are gone
 
 
 class Reason(NamedTuple):
@@ -68,6 +74,12 @@ def leave_reason(folder: Path, rank: int, error: BaseException, when: float | No
             when = time.time() if when is None else when
             part.write_text(json.dumps([when, rank, kind, message]))
             part.replace(path)
+
+
+def leave(spec: RankSpec, why: str) -> None:
+    """End this rank's process at once: ranks that it waits for are gone."""
+    leave_reason(spec.folder, spec.rank, errors.EngineDeadError(why))
+    os._exit(1)
 
 
 def reasons(folder: Path, ranks: Iterable[int]) -> list[Reason]:

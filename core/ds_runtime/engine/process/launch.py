@@ -48,14 +48,21 @@ class RankGroup:
 
     `tell` gets what they write, in threads of its own; None: they write where this process does.
     `own`: the rank that this process is itself, if it is one; it says so with `call` and `fail`.
+    `far`: rank 0 is on another node, and tells them when to leave. `over`: set when all have ended.
     """
 
     def __init__(
-        self, specs: Sequence[RankSpec], tell: Tell | None = None, own: RankSpec | None = None
+        self,
+        specs: Sequence[RankSpec],
+        tell: Tell | None = None,
+        own: RankSpec | None = None,
+        far: bool = False,
     ) -> None:
         self._specs = list(specs)
         self._tell = tell
         self._own = own
+        self._far = far
+        self.over = threading.Event()
         self._processes: list[BaseProcess] = []
         self._stopping = threading.Event()
         self._ending = threading.Lock()
@@ -195,15 +202,18 @@ class RankGroup:
             if not self._stopping.is_set():
                 time.sleep(_GRACE)
                 self.failure = self._first()
+                if self._far and self.failure is None:
+                    continue
                 self._failed.set()
                 self._end(time.monotonic() + _ENDING)
-                return
+                break
+        self.over.set()
 
     def _note_silent(self) -> None:
         """Give those a reason that have ended without one: as the first, since what another's end
         brings about leaves one.
         """
-        leaving = self._stopping.is_set()
+        leaving = self._far or self._stopping.is_set()
         for spec, process in zip(self._specs, self._processes, strict=True):
             code = process.exitcode
             if code is not None and (said := _ended(code, leaving)):
@@ -224,7 +234,8 @@ class EngineProcesses:
     """The engine of a server: every rank in a process of its own.
 
     `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
-    socket at `from_engine` and sends to `to_engine`, which rank 0 binds. It is number `replica` of
+    socket at `from_engine` and sends to `to_engine`, which rank 0 binds. Of several nodes it has
+    the ranks of this one. It is number `replica` of
     `config.replicas` on this machine. `tell`: as for RankGroup.
     """
 
@@ -241,8 +252,9 @@ class EngineProcesses:
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
         own = config, tuple(explicit), tuple(plugins), self.folder
-        specs = [RankSpec(*own, rank, replica) for rank in range(config.tp)]
-        self.group = RankGroup(specs, tell)
+        first = config.node_rank * config.per_node
+        specs = [RankSpec(*own, first + n, replica) for n in range(config.per_node)]
+        self.group = RankGroup(specs, tell, far=config.node_rank > 0)
 
     def start(self) -> None:
         """Start the processes; the engine answers with Ready, or `poll` says why not."""

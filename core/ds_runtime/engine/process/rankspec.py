@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +12,9 @@ from pathlib import Path
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
+from ds_runtime.parallel.link import Hello, free_port, secret
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -38,13 +42,37 @@ class RankSpec:
 
     @property
     def local_rank(self) -> int:
-        """Of this rank among those of all replicas."""
-        return self.replica * self.size + self.rank
+        """Of this rank among those of all replicas on this node."""
+        return self.replica * self.config.per_node + self.rank % self.config.per_node
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of all replicas."""
-        return self.config.replicas * self.size
+        """Ranks of all replicas on this node."""
+        return self.config.replicas * self.config.per_node
+
+    @property
+    def nodes(self) -> int:
+        """Ranks of each node, where there are several; else 0."""
+        return self.config.per_node if self.config.nnodes > 1 else 0
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens to the others."""
+        at = self.config.dist_init_addr
+        return f"tcp://{at}" if self.nodes else ipc(self.folder, "ranks")
+
+    def meeting(self) -> str:
+        """Where the communicators of all ranks meet: rank 0 chooses, and tells the others."""
+        if not self.nodes:
+            return f"file://{self.folder / 'rendezvous'}"
+        host = str(self.config.dist_init_addr).rpartition(":")[0]
+        return f"tcp://{host}:{free_port(host)}"
+
+    def hello(self, assembly: Assembly) -> Hello:
+        """What this rank says of itself to rank 0."""
+        plan = json.dumps(assembly.plan.to_dict(), default=list)
+        model = hashlib.sha256((assembly.folder / "config.json").read_bytes()).hexdigest()
+        return Hello(self.rank, self.size, plan, model, secret(self.config.dist_token_file))
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Protocol
 
@@ -11,9 +12,10 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.process.banner import warnings
-from ds_runtime.engine.process.failure import during
-from ds_runtime.engine.process.ranks import Leader, join, start_runner
+from ds_runtime.engine.process.failure import PARTING, bounded, during, leave
+from ds_runtime.engine.process.ranks import differences, join, start_runner
 from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.parallel.link import Leader
 from ds_runtime.platform.compilations import serving
 
 
@@ -50,10 +52,12 @@ def start_engine(
     try:
         with during("at the start"):
             if spec.size > 1:
-                leader = Leader(spec.folder, spec.size)
+                leader = Leader(spec.address, spec.hello(assembly), differences, spec.nodes)
             if others is not None:
                 others.start()
-            world = join(spec, assembly, lambda: _meet(leader, assembly, others))
+            world = join(spec, assembly, lambda: _meet(spec, leader, assembly, others))
+        if leader is not None:
+            leader.watch(partial(leave, spec))
         runner = start_runner(spec, assembly, world)
         with during("while it built the engine"):
             engine = Engine(assembly, runner, leader)
@@ -61,13 +65,19 @@ def start_engine(
         if others is not None:  # else whoever watches this process ends the others
             others.fail(e)
             if leader is not None:
-                leader.part(world)
+                leader.part()
+            if world is not None:
+                bounded(world.close, PARTING)
         raise
     serving(True)
     return engine
 
 
-def _meet(leader: Leader | None, assembly: Assembly, others: OtherRanks | None) -> None:
+def _meet(
+    spec: RankSpec, leader: Leader | None, assembly: Assembly, others: OtherRanks | None
+) -> str:
+    meeting = spec.meeting()
     if leader is not None:
         check = (lambda: None) if others is None else others.poll
-        leader.wait(assembly.config.dist_timeout, check)
+        leader.wait(meeting, assembly.config.dist_timeout, check)
+    return meeting

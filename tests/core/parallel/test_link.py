@@ -1,0 +1,204 @@
+"""The link between rank 0 and others: who is let in, who is told why not, and who is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import zmq
+
+from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.parallel.link import Hello, Leader, Member, free_port, secret
+
+OWN = Hello(0, 3, '{"tp": 3}', "m", "t")
+
+
+def differ(here, there):
+    return [f"{here} here, {there} there"]
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request, tmp_path):
+    return f"ipc://{tmp_path}/r" if request.param == "ipc" else f"tcp://localhost:{free_port('')}"
+
+
+class Word(msgspec.Struct, tag=True):
+    text: str
+
+
+@dataclass
+class Other:
+    """A rank in a thread of its own: what it was told, or what it raised."""
+
+    hello: Hello
+    address: str
+    delay: float = 0.0
+    found: object = None
+
+    def run(self):
+        time.sleep(self.delay)
+        member = Member(self.address)
+        try:
+            self.found = [member.greet(self.hello, 5.0)]
+            while data := member.receive():
+                self.found.append(msgspec.msgpack.decode(data, type=Word).text)
+        except Exception as e:
+            self.found = e
+        member.close()
+
+
+@contextmanager
+def others(address, *hellos):
+    told = [one if isinstance(one, tuple) else (0.0, one) for one in hellos]
+    made = [Other(hello, address, delay) for delay, hello in told]
+    threads = [threading.Thread(target=one.run) for one in made]
+    for thread in threads:
+        thread.start()
+    yield made
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def lives():
+    return None
+
+
+def test_ranks_are_told_where_to_meet_then_what_to_do_then_to_leave(address):
+    per_node = 2 if address.startswith("tcp") else 0
+    leader = Leader(address, OWN, differ, per_node)
+    mates = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
+    with others(address, *mates) as found:
+        leader.wait("file:///there", 20, lives)
+        for text in ("a", "b"):
+            leader.send(Word(text))
+        leader.close()
+    assert [one.found for one in found] == [["file:///there", "a", "b"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token": "u"}, "has another secret than rank 0: give every node the same --dist-token"),
+        ({"token": ""}, "has another secret than rank 0"),
+        ({"version": "0.0.9"}, "runs ds-runtime 0.0.9, and rank 0"),
+        ({"size": 4}, "has --tp 4, and rank 0 --tp 3"),
+        ({"model": "n"}, "has another checkpoint than rank 0, by its config.json"),
+        ({"plan": '{"tp": 2}'}, 'there) against rank 0 (here): {"tp": 3} here, {"tp": 2} there'),
+    ],
+)
+def test_one_that_does_not_fit_ends_all_with_the_reason(tmp_path, changes, said):
+    address = f"ipc://{tmp_path}/r"
+    leader = Leader(address, OWN, differ)
+    own = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
+    bad = msgspec.structs.replace(own[1], **changes)
+    with others(address, own[0], (0.3, bad)) as found:
+        with pytest.raises(ConfigError) as refusal:
+            leader.wait("file:///there", 20, lives)
+        leader.part()
+    assert said in str(refusal.value) and "rank 2" in str(refusal.value)
+    assert [str(one.found) for one in found] == [str(refusal.value)] * 2
+
+
+def test_two_nodes_of_one_number_are_refused(tmp_path):
+    leader = Leader(f"ipc://{tmp_path}/r", OWN, differ)
+    same = msgspec.structs.replace(OWN, rank=1)
+    with others(f"ipc://{tmp_path}/r", same, (0.3, same)) as found:
+        with pytest.raises(ConfigError, match="rank 1 came twice: give every node a --node-rank"):
+            leader.wait("file:///there", 20, lives)
+        leader.part()
+    assert all("came twice" in str(one.found) for one in found)
+
+
+def test_a_rank_that_never_comes_is_named_with_its_node():
+    port = free_port("")
+    leader = Leader(f"tcp://127.0.0.1:{port}", OWN, differ, 2)
+    one = msgspec.structs.replace(OWN, rank=1)
+    with (
+        others(f"tcp://127.0.0.1:{port}", one) as found,
+        pytest.raises(EngineDeadError, match=r"^rank 2 on node 1 did not start within 1 s"),
+    ):
+        leader.wait("tcp://there:1", 1, lives)
+    assert "rank 2 on node 1 did not start" in str(found[0].found)
+    leader.part()
+
+
+def test_rank_0_that_never_answers_is_named():
+    member = Member(f"tcp://127.0.0.1:{free_port('')}")
+    with pytest.raises(EngineDeadError, match=r"rank 0 at 127.* did not answer within 0 s .*start"):
+        member.greet(OWN, 0.3)
+    member.close()
+
+
+def test_another_s_death_is_raised_while_waiting(tmp_path):
+    leader = Leader(f"ipc://{tmp_path}/r", OWN, differ)
+    with pytest.raises(EngineDeadError, match="rank 2 has died"):
+        leader.wait("", 20, lambda: "rank 2 has died")
+    leader.part()
+
+
+def test_an_address_in_use_is_refused():
+    address = f"tcp://127.0.0.1:{free_port('')}"
+    leader = Leader(address, OWN, differ, 1)
+    with pytest.raises(ConfigError, match=r"--dist-init-addr 127\.0\.0\.1:\d+: cannot be had"):
+        Leader(address, OWN, differ, 1)
+    with pytest.raises(ConfigError, match=r"--dist-init-addr no\.such\.host:1: cannot be had"):
+        Leader("tcp://no.such.host:1", OWN, differ, 1)
+    leader.part()
+
+
+def test_strangers_are_not_heard():
+    address = f"tcp://127.0.0.1:{free_port('')}"
+    leader = Leader(address, OWN, differ, 1)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    for data in (b"", b"\xff" * 100, msgspec.msgpack.encode({"rank": 1}), b"GET / HTTP/1.1"):
+        stranger.send(data)
+    stranger.send_multipart([b"a", b"b", b"c"])
+    with others(address, *(msgspec.structs.replace(OWN, rank=r) for r in (1, 2))) as found:
+        leader.wait("there", 20, lives)
+        leader.close()
+    assert [one.found for one in found] == [["there"]] * 2
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("who", ["leader", "member"])
+def test_the_other_end_is_missed_over_tcp(who):
+    address = f"tcp://127.0.0.1:{free_port('')}"
+    own = msgspec.structs.replace(OWN, size=2)
+    leader, member = Leader(address, own, differ, 1), Member(address)
+    met = threading.Thread(target=leader.wait, args=("there", 20, lives))
+    met.start()
+    member.greet(msgspec.structs.replace(own, rank=1), 20)
+    met.join()
+    told, gone = [], threading.Event()
+
+    def lost(why):
+        told.append(why)
+        gone.set()
+
+    if who == "leader":
+        member.watch(lost)
+        leader.part()
+        said = f"rank 0 on node 0 ({address[6:]}) has left, or cannot be reached any more"
+    else:
+        leader.watch(lost)
+        member.close()
+        said = "rank 1 on node 1 (127.0.0.1) has left, or cannot be reached any more"
+    assert gone.wait(10) and told == [said]
+    (leader.part if who == "member" else member.close)()
+
+
+def test_the_secret_of_a_file(tmp_path):
+    (tmp_path / "a").write_text("word\n")
+    (tmp_path / "b").write_text(" \n")
+    assert secret(None) == "" and len(secret(f"{tmp_path}/a")) == 64
+    with pytest.raises(ConfigError, match=r"--dist-token-file .*/b: is empty"):
+        secret(f"{tmp_path}/b")
+    with pytest.raises(ConfigError, match=r"--dist-token-file .*/c: cannot be read"):
+        secret(f"{tmp_path}/c")

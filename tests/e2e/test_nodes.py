@@ -1,0 +1,200 @@
+"""An engine on two nodes, which are two servers of this machine: one of them answers HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+from served import Serving
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.errors import ConfigError
+
+FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-memory", "200MB", "--dist-timeout", "60")
+PROMPT = "12+30="
+
+
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return f"127.0.0.1:{one.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def nodes(*given, count=2, tp=2):
+    """Servers by number; `given`: flags of each beside those of all."""
+    at, started = address(), []
+    own = ("--tp", str(tp), "--nnodes", str(count), "--dist-init-addr", at)
+    try:
+        for number, more in enumerate(given):
+            if more is not None:
+                flags = (*FLAGS, *own, "--node-rank", str(number), *more)
+                started.append(Serving("demo", *flags))
+        yield started
+    finally:
+        for one in started:
+            one.end()
+
+
+def tree(server):
+    """All that a server has started; its own end is its Popen's to see."""
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def gone(processes, seconds):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def said(server, seconds=20.0):
+    """All that a server wrote, once it has left by itself."""
+    code = server.process.wait(seconds)
+    time.sleep(0.2)
+    return code, "".join(server.lines)
+
+
+def secrets(tmp_path, *words):
+    files = [tmp_path / f"secret{i}" for i in range(len(words))]
+    for file, word in zip(files, words, strict=True):
+        file.write_text(word)
+    return [("--dist-token-file", str(file)) for file in files]
+
+
+def test_two_nodes_answer_as_one_and_leave_together(tmp_path):
+    token = secrets(tmp_path, "word")[0]
+    with LLM("demo", platform="cpu", dtype="float32", kv_memory="200MB") as alone:
+        (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
+    with nodes(token, token) as (first, second):
+        second.wait(r"node 1 of 2: 1 ranks for node 0 at 127\.0\.0\.1:\d+")
+        url = first.wait_url()
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert reply["choices"][0]["text"] == expected.text
+        every = tree(first) + tree(second)
+        first.process.send_signal(signal.SIGTERM)
+        ends = said(first), said(second)
+        assert [code for code, _ in ends] == [0, 0], ends
+        assert gone(every, 2)
+
+
+@pytest.mark.slow
+def test_groups_of_attention_on_nodes_of_their_own():
+    with LLM("demo", platform="cpu", dtype="float32", kv_memory="200MB") as alone:
+        (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
+    groups = ("--dp", "2", "--enable-dp-attention")
+    with nodes(groups, groups, tp=2) as (first, _):
+        url = first.wait_url()
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert reply["choices"][0]["text"] == expected.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ((), "rank 1 on node 1 (127.0.0.1) has another secret than rank 0"),
+        (("--dp", "2", "--enable-dp-attention"), "attn_dp: 1 here, 2 there"),
+        (("--page-size", "32"), "page_size: 16 here, 32 there"),
+    ],
+)
+def test_a_node_that_does_not_fit_ends_both_with_the_reason(tmp_path, more, sentence):
+    first, second = secrets(tmp_path, "word", "world" if not more else "word")
+    with nodes(first, (*second, *more)) as servers:
+        every = [process for one in servers for process in tree(one)]
+        for one in servers:
+            code, text = said(one, 30)
+            assert code == 1 and sentence in text
+        assert gone(every, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("whom", ["server", "rank"])
+def test_a_node_that_dies_ends_the_other(how, which, whom):
+    if whom == "rank" and how == signal.SIGTERM:
+        return  # ranks leave that to their server
+    with nodes((), ()) as servers:
+        servers[0].wait_url()
+        other = servers[1 - which]
+        victim, every = servers[which].process, tree(other)
+        if whom == "rank":
+            victim = servers[which].ranks()[0]
+        if whom == "server" and how == signal.SIGSTOP:
+            return  # its ranks go on, and serve
+        victim.send_signal(how)
+        code, text = said(other, 10)
+        assert gone(every, 2)
+        if how == signal.SIGTERM and which == 0:
+            assert code == 0
+        else:
+            name = "rank 0 on node 0" if which == 0 else "rank 1 on node 1"
+            assert code == 1 and name in text and "has left, or cannot be reached" in text
+
+
+@pytest.mark.slow
+def test_a_node_that_is_missing_is_named():
+    with nodes(("--dist-timeout", "3"), None) as (first,):
+        code, text = said(first, 40)
+        assert code == 1 and "rank 1 on node 1 did not start within 3 s (--dist-timeout)" in text
+    with nodes(None, ("--dist-timeout", "3")) as (second,):
+        code, text = said(second, 40)
+        assert code == 1 and "did not answer within 3 s (--dist-timeout): start node 0" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_torchrun_starts_the_ranks(per_node):
+    """Once with a process for each rank, once with one for each node; both make two ranks."""
+    meet = address()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_node)]
+    serve = ["-m", "ds_runtime", "serve", *FLAGS, "--platform", "cpu", "--port", "0"]
+    count = 2 // per_node
+    started = []
+    for number in range(count):
+        host, port = meet.split(":")
+        where = ["--nnodes", str(count), "--node-rank", str(number)]
+        where += ["--master-addr", host, "--master-port", port]
+        started.append(
+            subprocess.Popen(
+                [*command, *where, *serve],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ,
+            )
+        )
+    every = []
+    try:
+        lines = []
+        for line in started[0].stdout:
+            lines.append(line)
+            if "serving demo at" in line:
+                break
+        text = "".join(lines)
+        assert "torchrun: is --tp 2" in text and "serving demo at" in text, text
+        url = text.rpartition("serving demo at ")[2].split()[0]
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 4}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert reply.status_code == 200 and "2 ranks" in text
+        every = [p for one in started for p in psutil.Process(one.pid).children(recursive=True)]
+    finally:
+        for one in started:
+            one.send_signal(signal.SIGTERM)
+        for one in started:
+            one.stdout.close()
+            one.wait(30)
+    assert every and gone(every, 10)
+
+
+def test_one_process_has_the_ranks_of_one_machine():
+    with pytest.raises(ConfigError, match="--nnodes 2: ranks on several machines are a server's"):
+        LLM("demo", tp=2, nnodes=2, dist_init_addr="127.0.0.1:1")
