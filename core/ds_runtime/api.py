@@ -34,7 +34,6 @@ from ds_runtime.ops.contract import (
     Gate,
     Gates,
     Kernel,
-    Layout,
     Phase,
     QuantLoader,
     Refusal,
@@ -52,6 +51,7 @@ from ds_runtime.ops.kernel import (
     FP8_ROWS,
     Compiles,
     Footprint,
+    Layout,
     RowRange,
 )
 from ds_runtime.ops.provider import Declared, Provider

@@ -22,8 +22,8 @@ from ds_runtime.ops.binding.bind import Binding, decide_all, refusal
 from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.binding.pins import Pin
-from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
-from ds_runtime.ops.kernel import Footprint, RowRange
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Offers, Site
+from ds_runtime.ops.kernel import Footprint, Layout, RowRange
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed

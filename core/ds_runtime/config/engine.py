@@ -142,11 +142,7 @@ class EngineConfig:
     )
     page_size: int = setting(16, "tokens per KV page", least=1)
     state_snapshots: int | None = setting(
-        None,
-        "copies of what requests keep beside pages, from which prompts that begin alike go on; 0: "
-        "these are computed from their start (default, auto: 15 % of the cache's memory)",
-        also={"auto": None},
-        least=0,
+        None, "states kept for later prompts (auto: 15 % of caches)", also={"auto": None}, least=0
     )
     disable_radix_cache: bool = setting(False, "compute every prompt from its start, reusing no KV")
     max_running_requests: int = setting(

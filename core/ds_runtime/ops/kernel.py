@@ -84,3 +84,30 @@ class Compiles:
     ahead: str = ""
     rehearsal: str = ""
     variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A byte layout that several kernels must agree on (e.g. of the KV cache).
+
+    `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
+    `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).
+    `bytes_per_token(facts)` is of one entry. `copy`: lazy, `(cache, sources, targets)`, puts what
+    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice.
+    `export`: lazy, `(cache, blocks) -> [n, bytes of a block] uint8`; `restore`: lazy, `(cache,
+    blocks, exported)`. By default a block is what lies along the first dim, and a layout that keeps
+    more elsewhere brings its own.
+    """
+
+    name: str
+    version: int
+    allocate: str
+    bytes_per_token: Callable[[Any], int]
+    page_sizes: tuple[int, ...] = ()  # entries of a block; empty: any
+    copy: str = "ds_runtime.ops.reference.attention.cache:copy_blocks"
+    export: str = "ds_runtime.ops.reference.attention.cache:export_blocks"
+    restore: str = "ds_runtime.ops.reference.attention.cache:restore_blocks"
+
+    @property
+    def tag(self) -> str:
+        return f"{self.name}.v{self.version}"

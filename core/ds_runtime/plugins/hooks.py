@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from ds_runtime.common.hookimpl import hookimpl
-from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal, load_attr
+from ds_runtime.ops.contract import Change, Facts, Kernel, QuantLoader, Refusal, load_attr
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import hookspecs
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ds_runtime.config import EngineConfig
-    from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal
+    from ds_runtime.ops.contract import Change, Facts, Kernel, QuantLoader, Refusal
+    from ds_runtime.ops.kernel import Layout
     from ds_runtime.platform.contract import Platform
     from ds_runtime.plugins.routes import RoutedEngine
 

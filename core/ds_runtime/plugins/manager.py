@@ -26,11 +26,11 @@ from ds_runtime.ops.contract import (
     Encoding,
     Facts,
     Kernel,
-    Layout,
     Offers,
     QuantLoader,
     Refusal,
 )
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import hooks, hookspecs

@@ -17,7 +17,8 @@ from ds_runtime._version import __version__
 from ds_runtime.assembly.receipts import FORMAT, code_digest
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
-from ds_runtime.ops.contract import DeviceInfo, Kernel, Layout, Offers, QuantLoader
+from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers, QuantLoader
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend, Platform
 from ds_runtime.plugins.manager import PluginReport, Plugins

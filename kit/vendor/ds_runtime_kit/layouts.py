@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Layout, Offers, load_attr
+from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Offers, load_attr
 from ds_runtime.ops.contracts.caches import HistoryGroup, StateGroup
+from ds_runtime.ops.kernel import Layout
 from ds_runtime_kit.checks.conformance import TRUE_DIMS, CaseResult, facts_for
 
 LAYOUT = "layout"  # stands for an op's name

@@ -20,7 +20,8 @@ from typing import TypeAlias
 import pytest
 
 from ds_runtime.ops.binding.bind import refusal
-from ds_runtime.ops.contract import DeviceInfo, Layout, QuantLoader
+from ds_runtime.ops.contract import DeviceInfo, QuantLoader
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform

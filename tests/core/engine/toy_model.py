@@ -19,8 +19,9 @@ from ds_runtime.engine.step.plan import StepPlan, StepResult, Work
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.ops.batch import Batch
-from ds_runtime.ops.contract import DeviceInfo, Facts, Layout
+from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import CacheGroup, HistoryGroup, LaidGroup, StateGroup
+from ds_runtime.ops.kernel import Layout
 
 PRIME, LAYERS, WINDOW, RATIO = 2**31 - 1, 2, 16, 4
 FAR = HistoryGroup("far", tuple(range(LAYERS)), ratio=RATIO)

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from ds_runtime.ops.contract import DeviceInfo, Facts, Layout
+from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import facts_for

@@ -22,12 +22,12 @@ from ds_runtime.ops.contract import (
     Gate,
     Gates,
     Kernel,
-    Layout,
     Offers,
     Site,
 )
 from ds_runtime.ops.contracts.caches import KV
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.table import OPS
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar
 
-from ds_runtime.ops.contract import Facts, Layout
+from ds_runtime.ops.contract import Facts
+from ds_runtime.ops.kernel import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_runtime.common.hookimpl import hookimpl
-from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel, Layout
+from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel
 from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.kernel import Footprint
+from ds_runtime.ops.kernel import Footprint, Layout
 from ds_runtime.ops.reference.layouts import (
     EXPANDED_PAGES,
     INDEX_PAGES,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime.ops.contract import Layout, load_attr
+from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.dtypes import is_fp8, torch_dtype
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.layouts import EXPANDED_PAGES, expanded_width
 from ds_runtime.ops.reference.matrices.rounding import quantise_part

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_runtime.ops.contract import Dims, Facts, Layout
+from ds_runtime.ops.contract import Dims, Facts
+from ds_runtime.ops.kernel import Layout
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 

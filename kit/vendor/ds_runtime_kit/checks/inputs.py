@@ -17,16 +17,9 @@ from ds_runtime.ops.batch import (
     PrefixChunk,
     Segments,
 )
-from ds_runtime.ops.contract import (
-    FP8_GROUPS,
-    Facts,
-    Kernel,
-    Layout,
-    Offers,
-    load_attr,
-    load_kernel,
-)
+from ds_runtime.ops.contract import FP8_GROUPS, Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.reference.attention.index import allocate_index_pages, fp8_parts
 from ds_runtime.ops.reference.cases import PagedCache, SampleExperts
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart

@@ -10,15 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_runtime.ops.contract import (
-    RANK_PLATFORM,
-    DeviceInfo,
-    Facts,
-    Kernel,
-    Layout,
-    Refusal,
-)
+from ds_runtime.ops.contract import RANK_PLATFORM, DeviceInfo, Facts, Kernel, Refusal
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Communicator, MemoryInfo, Platform
 from ds_runtime.plugins.hookspecs import hookimpl
