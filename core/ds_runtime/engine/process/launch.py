@@ -25,12 +25,12 @@ import zmq
 
 from ds_runtime import errors
 from ds_runtime.common import interrupt, progress
+from ds_runtime.common.stopped import PATIENCE, tell_stopped
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.process.failure import leave_reason, reasons
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
-from ds_runtime.engine.process.stopped import end_stopped
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
 
@@ -80,7 +80,7 @@ class RankGroup:
             for spec in self._specs:
                 self._processes.append(self._start(context, spec, lives))
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
-        end_stopped(zip(self._specs, self._processes, strict=True), self._stopping)
+        tell_stopped(self.pids, self._stopping, self._end_stopped)
         if self._sentry is not None:
             ranks = [spec.rank for spec in self._specs]
             self._sentry.start(lives, dict(zip(ranks, self.pids, strict=True)))
@@ -208,6 +208,13 @@ class RankGroup:
                 self._end(time.monotonic() + _ENDING)
                 break
         self.over.set()
+
+    def _end_stopped(self, pid: int) -> None:
+        spec = self._specs[self.pids.index(pid)]
+        said = f"was stopped by a signal and not continued for {PATIENCE:.0f} s"
+        error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
+        leave_reason(spec.folder, spec.rank, error)
+        self._processes[self.pids.index(pid)].kill()
 
     def _note_silent(self) -> None:
         """Give those a reason that have ended without one: as the first, since what another's end
