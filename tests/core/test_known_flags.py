@@ -103,7 +103,9 @@ def test_the_number_of_replicas_and_of_groups_is_one_flag():
 def test_several_machines_and_torchrun():
     line = "--tp 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:5000 --headless"
     engine, _, notes = parsed(*line.split())
-    assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 1)
+    assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 2)
+    assert "without --dist-token-file, whoever reaches it may join" in notes[1]
+    assert len(parsed(*line.split(), "--dist-token-file", "x")[2]) == 1
     told = parsed("--dist-init-addr", "h:1")[2]
     assert told == ["--dist-init-addr h:1: not needed: ranks of one machine find each other"]
     given = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}

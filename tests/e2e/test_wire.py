@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assembly import wire
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
+from ds_runtime.cli.inspect import wire
 from ds_runtime.config import EngineConfig
 
 CONFIG = Path(__file__).parent.parent / "launch_lines" / "configs" / "deepseek-v3-0324.json"
@@ -47,7 +47,12 @@ def test_the_traffic_of_a_layout(v3, settings, collectives, row):
     found = wire.wire(assembly)
     assert found.collectives == collectives and found.row == pytest.approx(row)
     facts = assembly.facts
-    assert (facts.tp, facts.hosts, facts.interconnect, facts.multicast) == (8, 1, "nvlink", False)
+    assert (facts.ranks["tp"], facts.hosts, facts.interconnect, facts.multicast) == (
+        8,
+        1,
+        "nvlink",
+        False,
+    )
     assert facts.ranks["attn_dp"] * facts.ranks["attn_tp"] == 8
 
 

@@ -158,6 +158,10 @@ def settle(namespace: Namespace) -> list[str]:
     at = values.get("dist_init_addr")
     if at is not None and values.get("nnodes", 1) == 1:
         notes.append(f"--dist-init-addr {at}: not needed: ranks of one machine find each other")
+    elif at is not None and "dist_token_file" not in values:
+        notes.append(
+            f"--dist-init-addr {at}: without --dist-token-file, whoever reaches it may join"
+        )
     tp, dp = values.get("tp", 1), values.get("dp", 1)
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes

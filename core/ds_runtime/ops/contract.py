@@ -56,9 +56,6 @@ class Dims(Mapping[str, int]):
         return (Dims, (self._map,))
 
 
-_ALONE = Dims({})  # one rank, which divides nothing
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """One device as a kernel may look at it. Memory in bytes, its bandwidth in bytes per second (0:
@@ -67,9 +64,8 @@ class DeviceInfo:
     `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
     the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
     `family` is what people call all devices of its platform: `Platform.device_info` knows. `link`
-    is how it reaches others of its host: "pcie", or what a vendor calls something faster, "" where
-    it is not known; `link_bandwidth` bytes per second that it receives so (0: not known).
-    `multicast`: one store reaches all of them, and may be used here.
+    joins it to others of its host ("": not known); it receives `link_bandwidth` bytes per second
+    (0: not known). `multicast`: one store may reach all of them.
     """
 
     type: str
@@ -116,9 +112,7 @@ class Facts:
     `crowded`: ops for second forms of whose weights (`Footprint.beside`) memory has no room.
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
-    `ranks`: how many divide each axis of the mesh (`tp`, `attn_dp`, `attn_tp`, …), on `hosts`
-    machines. `interconnect`: how ranks of one machine reach each other, as `DeviceInfo.link` says;
-    "none" for one rank. `multicast`: as of `DeviceInfo`, where there are several.
+    `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: the device's link.
     """
 
     device: DeviceInfo
@@ -126,7 +120,7 @@ class Facts:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     page_size: int = 16
-    ranks: Dims = _ALONE
+    ranks: Dims = field(default=Dims({}))
     hosts: int = 1
     interconnect: str = "none"
     multicast: bool = False
@@ -143,11 +137,6 @@ class Facts:
     phase: Phase = "any"
     weight_format: str = ""
     shape: tuple[int, ...] = ()
-
-    @property
-    def tp(self) -> int:
-        """Ranks that divide the width of FFNs."""
-        return self.ranks.get("tp", 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,10 @@ def run(args: Namespace) -> int:
         hint = near(args.explain, OPS) or f"; ops: {', '.join(OPS)}"
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.assembly import room, wire
+    from ds_runtime.assembly import room
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.assembly.plan import render
+    from ds_runtime.cli.inspect import wire
 
     lacking = [name.strip() for name in args.without.split(",") if name.strip()]
     if lacking and args.device is None:
