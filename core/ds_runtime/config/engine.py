@@ -195,13 +195,10 @@ class EngineConfig:
         None,
         "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
         "next (default: ever wider apart up to a chunk and a token of every request, at most "
-        "--max-prefill-graph-size; with --tp at start, else each when it first comes, or while "
-        "nothing else is to be done)",
+        "--max-prefill-graph-size; with --tp at start, else when it first comes or while idle)",
     )
     max_prefill_graph_size: int = setting(
-        1024,
-        "largest step with prompts to capture unasked, by number of tokens",
-        least=1,
+        1024, "largest step with prompts to capture unasked, by number of tokens", least=1
     )
     speculative_algorithm: str | None = setting(
         None,
@@ -278,7 +275,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_loras is not None and not 0 <= self.max_loras <= 1024:
+        if not 0 <= (self.max_loras or 0) <= 1024:
             raise ConfigError(f"--max-loras {self.max_loras}: must be from 0 to 1024")
         for name, off in _SIZES.items():
             given = getattr(self, name)

@@ -22,7 +22,7 @@ def _captured_prompts(facts: Facts) -> list[Change]:
     token's products are smaller. Several ranks capture before they serve: they would start much
     later for it."""
     tokens = min(8192, int(1024 * (7168 / facts.dims["hidden"]) ** 2) // 128 * 128)
-    if facts.device.memory < _AMPLE or facts.tp > 1 or tokens <= 1024:
+    if facts.device.memory < _AMPLE or facts.ranks.get("tp", 1) > 1 or tokens <= 1024:
         return []
     why = "the device computes so many tokens in the time of their launches op by op"
     return [Change("max_prefill_graph_size", tokens, why)]
