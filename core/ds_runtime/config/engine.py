@@ -182,9 +182,7 @@ class EngineConfig:
         "when it comes often)",
     )
     max_graph_size: int | None = setting(
-        None,
-        "largest decode step to capture unasked, by number of requests (default: all)",
-        least=1,
+        None, "largest decode step to capture unasked, by requests (default: all)", least=1
     )
     disable_prefill_graph: bool = setting(
         False,
