@@ -21,6 +21,7 @@ from ds_runtime.ops.contracts.caches import Caches
 
 MOST_BYTES = 1 << 18  # of a description, or of a notice
 MOST_PAGES = 1 << 16  # of one read
+MOST_NOTICES = 1 << 12  # that wait to be taken
 
 
 class TransferError(DsRuntimeError):
@@ -175,6 +176,10 @@ class HostTransfer:
             if other is None:
                 polled.failed.append((read.ticket, f"peer {read.peer!r} is gone"))
                 continue
+            if max(read.remote, default=0) >= other._pages:
+                said = f"peer {read.peer!r} has {other._pages} pages, and had said more"
+                polled.failed.append((read.ticket, said))
+                continue
             self._copy(other, read)
             polled.finished.append(read.ticket)
         return polled
@@ -193,6 +198,8 @@ class HostTransfer:
         if len(notice) > MOST_BYTES:
             raise TransferError(f"a notice of {len(notice)} bytes, the limit is {MOST_BYTES}")
         if (other := self._net.get(peer)) is not None:
+            if len(other._notices) >= MOST_NOTICES:
+                raise TransferError(f"peer {peer!r} has not taken the last {MOST_NOTICES} notices")
             other._notices.append((self.name, notice))
 
     def notices(self) -> list[tuple[str, bytes]]:

@@ -29,6 +29,8 @@ _LEAVE = b""
 _SIGN = 1000  # milliseconds between signs of life
 _SILENCE = 4000  # and after which there is nobody
 _LOOK = 100
+_MOST_BYTES = 1 << 24  # of a hello, with its plan
+_FEW = 16  # messages of one connection that wait to be read
 _GRACE = 1.0  # seconds for the word to leave to be read
 _GRACE_HERE = 2.0  # on one machine, whose ranks end with the process that started them
 
@@ -103,9 +105,9 @@ class Leader:
             while missing := sorted({*range(1, self._own.size)} - {*self._ranks.values()}):
                 if self._socket.poll(100):
                     self._greet()
-                elif (reason := check()) is not None:
+                if (reason := check()) is not None:
                     raise EngineDeadError(reason)
-                elif time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise EngineDeadError(self._missing(missing, timeout))
         except BaseException as e:
             self._tell(Welcome(refused=str(e)))
@@ -116,21 +118,23 @@ class Leader:
         name, *_, data = self._socket.recv_multipart(copy=False)
         try:
             hello = msgspec.msgpack.decode(data.bytes, type=Hello)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return  # a stranger
+        if not 0 < hello.rank < self._own.size:
+            return
         peer = str(data.get("Peer-Address")) if self._per_node else ""
         place = RankPlace(hello.rank, self._per_node or 1, peer)
         why = self._unfit(hello, place)
-        if hello.rank in self._ranks.values():
+        if not why and hello.rank in self._ranks.values():
             why = f"{place} came twice: give every node a --node-rank of its own"
         self._ranks[name.bytes] = hello.rank
-        self._places[int(data.get(zmq.SRCFD))] = place
+        self._places[self._end.met(data)] = place
         if why:
             raise ConfigError(why)
 
     def _unfit(self, hello: Hello, place: RankPlace) -> str:
         own = self._own
-        if not hmac.compare_digest(hello.token, own.token):
+        if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
             return (
                 f"{place} has another secret than rank 0: give every node the same "
                 "--dist-token-file"
@@ -244,13 +248,26 @@ class _End:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(kind)
         self.socket.set_hwm(0)
+        if self.far and kind == zmq.ROUTER:  # strangers may reach it
+            self.socket.setsockopt(zmq.RCVHWM, _FEW)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._ended = set[int]()  # descriptors of connections that ended before anyone watched
         self._grace = _GRACE if self.far else _GRACE_HERE
         self._watcher: threading.Thread | None = None
         if self.far or kind == zmq.DEALER:
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, _SIGN)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE)
             self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def met(self, data: zmq.Frame) -> int:
+        """The descriptor that a message came by. One of that number may have ended before."""
+        descriptor = int(data.get(zmq.SRCFD))
+        if self._monitor is not None:
+            while self._monitor.poll(0):
+                self._ended.add(_ended(self._monitor))
+        self._ended.discard(descriptor)
+        return descriptor
 
     def watch(self, lost: Lost, who: Callable[[int], object | None]) -> None:
         """Tell of a connection that ends. who: at its other end, by its descriptor; None: nobody
@@ -265,9 +282,8 @@ class _End:
         self, monitor: zmq.Socket[bytes], lost: Lost, who: Callable[[int], object | None]
     ) -> None:
         while not self.closing.is_set():
-            if monitor.poll(_LOOK):
-                event, _ = monitor.recv_multipart()
-                place = who(int.from_bytes(event[2:6], "little"))
+            if self._ended or monitor.poll(_LOOK):
+                place = who(self._ended.pop() if self._ended else _ended(monitor))
                 gone = "cannot be reached any more" if self.far else "was stopped by a signal"
                 if place is not None and not self.closing.wait(self._grace):
                     return lost(f"{place} has left, or {gone}")
@@ -278,6 +294,12 @@ class _End:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()  # a socket is no other thread's to close
         self._context.destroy(linger=200)
+
+
+def _ended(monitor: zmq.Socket[bytes]) -> int:
+    """The descriptor of the next connection that has ended."""
+    event, _ = monitor.recv_multipart()
+    return int.from_bytes(event[2:6], "little")
 
 
 def _numeric(address: str) -> str:

@@ -41,14 +41,16 @@ def load_model(
     world: World,
     device: Any,
     progress: bool = False,
+    local_rank: int = 0,
 ) -> DeepSeekModel:
     """The model of this rank, packed on `device`. `progress` shows a bar, and what is not read.
+    local_rank: the platform's number for the device.
 
     Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
     the packed weights would not fit, both before any weight is read.
     """
     with _loader(assembly, bound, world, device) as load:
-        check_memory(assembly, world.everyone, device)
+        check_memory(assembly, world.everyone, device, local_rank)
         unread = (*assembly.left_over(), unread_indexers(load.checkpoint, assembly.model))
         for said in filter(None, unread) if progress else ():
             print(f"warning: {said}", file=sys.stderr, flush=True)
@@ -116,10 +118,10 @@ def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Che
     return DummyCheckpoint(folder, model, quant, by_name(tree).values())
 
 
-def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
+def check_memory(assembly: Assembly, comm: Communicator, device: Any, local_rank: int) -> None:
     """ConfigError, on every rank alike, if the ranks of some device do not fit in its memory."""
     needed, tables = needed_bytes(assembly), page_table_bytes(assembly)
-    free = assembly.platform.memory(comm.rank).free
+    free = assembly.platform.memory(local_rank).free
     ranks = comm.gather_objects((socket.gethostname(), str(device), free))
     for host, place, _ in ranks:
         together = [f for h, d, f in ranks if (h, d) == (host, place)]

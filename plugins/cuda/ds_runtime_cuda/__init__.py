@@ -21,7 +21,7 @@ def _captured_prompts(facts: Facts) -> list[Change]:
     """A host launches a layer op by op in the time of some 1,000 tokens of V3, and of more where a
     token's products are smaller. Several ranks capture before they serve: they would start much
     later for it."""
-    tokens = min(8192, int(1024 * (7168 / facts.dims["hidden"]) ** 2) // 128 * 128)
+    tokens = min(8192, int(1024 * (7168 / facts.dims.get("hidden", 7168)) ** 2) // 128 * 128)
     if facts.device.memory < _AMPLE or facts.ranks.get("tp", 1) > 1 or tokens <= 1024:
         return []
     why = "the device computes so many tokens in the time of their launches op by op"

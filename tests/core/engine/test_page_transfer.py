@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_runtime.kv import transfer
 from ds_runtime.kv.caches import allocate
 from ds_runtime.kv.keys import Origin, page_keys
 from ds_runtime.kv.pages import PagePool
@@ -136,6 +137,30 @@ def test_pages_of_another_origin_and_long_words_are_refused():
         here.attach(bytes(MOST_BYTES + 1))
     with pytest.raises(TransferError, match=f"the limit is {MOST_BYTES}"):
         here.notify("other", bytes(MOST_BYTES + 1))
+
+
+def test_a_peer_with_fewer_pages_than_it_said_fails_the_read_alone():
+    net: dict = {}
+    (here, own), (there, _) = made("here", net), made("there", net)
+    said = msgspec.msgpack.decode(there.describe(), type=Description)
+    here.attach(msgspec.msgpack.encode(msgspec.structs.replace(said, pages=10**15)))
+    before = next(iter(own)).clone()
+    bad, good = here.read("there", [0], [5000], "a"), here.read("there", [1], [2], "b")
+    polled = here.poll()
+    assert polled.finished == [good]
+    assert polled.failed == [(bad, f"peer 'there' has {PAGES} pages, and had said more")]
+    assert torch.equal(next(iter(own))[0], before[0])
+
+
+def test_notices_that_nobody_takes_are_bounded(monkeypatch):
+    monkeypatch.setattr(transfer, "MOST_NOTICES", 3)
+    here, there, *_ = pair()
+    for _ in range(3):
+        here.notify("there", b"done")
+    with pytest.raises(TransferError, match="has not taken the last 3 notices"):
+        here.notify("there", b"done")
+    assert len(there.notices()) == 3
+    here.notify("there", b"done")
 
 
 def test_notices_reach_a_peer_once():

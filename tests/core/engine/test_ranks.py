@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.process.launch import _events
 from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.engine.step.plan import PutAdapter
 from ds_runtime.errors import ConfigError
 
 
@@ -66,3 +68,16 @@ ValueError: d
 last"""
     events = list(_events(text.split("\n")))
     assert events == ["warning: first", text[15:-6], "last"]
+
+
+def test_an_adapter_is_read_behind_what_other_ranks_have_run():
+    """Rank 0 drafts later than others: reading is collective, and comes behind drafting for all."""
+    done: list[str] = []
+    runner = object.__new__(Runner)
+    handle = SimpleNamespace(arriving=1)
+    runner._unfinished = handle, lambda: done.append("drafts")
+    runner.rank, runner.comm = 0, None
+    lora = SimpleNamespace(read=lambda slot, folder, comm: done.append(f"reads {slot}"))
+    runner.model = SimpleNamespace(lora=lora)
+    runner.put_adapter(PutAdapter(3, "there"))
+    assert done == ["drafts", "reads 3"] and runner._unfinished is None

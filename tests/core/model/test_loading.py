@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import MemoryInfo
-from ds_runtime.weights.load import load_model, needed_bytes, quant_of
+from ds_runtime.weights.load import check_memory, load_model, needed_bytes, quant_of
 from ds_runtime.weights.loader import Loader
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
@@ -222,6 +223,21 @@ def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
     held = _held(model)
     assert model.packed_bytes == held
     assert abs(needed_bytes(assembly) - held) <= 0.02 * held
+
+
+def test_each_rank_looks_at_its_own_device(original, monkeypatch):
+    """By the number that it has on its machine, whatever its rank of the group is."""
+    asked = []
+
+    def memory(rank):
+        asked.append(rank)
+        return MemoryInfo(total=1 << 40, free=1 << 40)
+
+    assembly = decide(original)
+    monkeypatch.setattr(assembly.platform, "memory", memory)
+    comm = SimpleNamespace(rank=9, gather_objects=lambda value: [value])
+    check_memory(assembly, comm, CPU, 1)
+    assert asked == [1]
 
 
 def test_progress_of_ranks(original):

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from socket import create_connection
 
 import msgspec
 import pytest
@@ -157,7 +158,17 @@ def test_strangers_are_not_heard():
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.connect(address)
-    for data in (b"", b"\xff" * 100, msgspec.msgpack.encode({"rank": 1}), b"GET / HTTP/1.1"):
+    hello = msgspec.msgpack.encode(msgspec.structs.replace(OWN, rank=1))
+    others_numbers = [msgspec.structs.replace(OWN, rank=rank) for rank in (-1, 0, 3, 1 << 40)]
+    for data in (
+        b"",
+        b"\xff" * 100,
+        msgspec.msgpack.encode({"rank": 1}),
+        b"GET / HTTP/1.1",
+        hello.replace(b"\xa1m", b"\xa1\xff"),  # a text that is none
+        *map(msgspec.msgpack.encode, others_numbers),
+        bytes(1 << 25),
+    ):
         stranger.send(data)
     stranger.send_multipart([b"a", b"b", b"c"])
     with others(address, *(msgspec.structs.replace(OWN, rank=r) for r in (1, 2))) as found:
@@ -165,6 +176,59 @@ def test_strangers_are_not_heard():
         leader.close()
     assert [one.found for one in found] == [["there"]] * 2
     context.destroy(linger=0)
+
+
+def test_a_secret_of_any_text_is_compared(tmp_path):
+    leader = Leader(f"ipc://{tmp_path}/r", OWN, differ)
+    odd = msgspec.structs.replace(OWN, rank=1, token="é")
+    with others(f"ipc://{tmp_path}/r", odd):
+        with pytest.raises(ConfigError, match="rank 1 has another secret than rank 0"):
+            leader.wait("there", 20, lives)
+        leader.part()
+
+
+def test_who_keeps_sending_does_not_put_off_the_end(tmp_path):
+    leader, member = Leader(f"ipc://{tmp_path}/r", OWN, differ), Member(f"ipc://{tmp_path}/r")
+    over = threading.Event()
+
+    def send():
+        while not over.wait(0.01):
+            member._socket.send(b"?")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(EngineDeadError, match="rank 1, 2 did not start"):
+            leader.wait("there", 0.5, lives)
+        assert time.monotonic() - begin < 5
+    finally:
+        over.set()
+        sender.join()
+        leader.part()
+        member.close()
+
+
+def test_connections_that_ended_before_a_rank_came_are_not_its_own():
+    """Their descriptors are given again."""
+    port = free_port("")
+    address, own = f"tcp://127.0.0.1:{port}", msgspec.structs.replace(OWN, size=2)
+    leader = Leader(address, own, differ, 1)
+    for _ in range(5):
+        with create_connection(("127.0.0.1", port)):
+            time.sleep(0.05)
+    time.sleep(0.2)
+    member, told = Member(address), []
+    met = threading.Thread(target=leader.wait, args=("there", 20, lives))
+    met.start()
+    member.greet(msgspec.structs.replace(own, rank=1), 20)
+    met.join()
+    leader.watch(told.append)
+    with create_connection(("127.0.0.1", port)):
+        time.sleep(2)
+    assert told == []
+    leader.close()
+    member.close()
 
 
 @pytest.mark.parametrize("who", ["leader", "member"])

@@ -139,8 +139,8 @@ def test_a_signal_before_the_server_handles_it_ends_the_engines(
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             serve_module.serve(
-                EngineConfig(model=str(bpe_folder)),
-                ServerConfig(port=0, dp=2),
+                EngineConfig(model=str(bpe_folder), dp=2),
+                ServerConfig(port=0),
                 launch=lambda config, folder, explicit, replica: engines[replica],
             )
     finally:

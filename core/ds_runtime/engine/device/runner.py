@@ -78,7 +78,8 @@ class Runner:
         captures = self.bound.base.graph_capture
         most = self.config.max_step_tokens if rank == 0 else 0
         with Ahead(self.bound, self.device, most, idle.total), self.checking():
-            self.model = load_model(assembly, self.bound, world, self.device, progress=rank == 0)
+            given = assembly, self.bound, world, self.device
+            self.model = load_model(*given, progress=rank == 0, local_rank=local_rank)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
@@ -252,6 +253,7 @@ class Runner:
         then as it was. Steps that were launched before are not disturbed.
         """
         assert self.model.lora is not None, "an engine without slots was sent an adapter"
+        self._finish()  # as other ranks have: collectives keep their order
         self.model.lora.read(message.slot, Path(message.folder), self.comm)
 
     def collect(self, handle: Handle) -> StepResult:
