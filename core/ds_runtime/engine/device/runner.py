@@ -81,6 +81,7 @@ class Runner:
             given = assembly, self.bound, world, self.device
             self.model = load_model(*given, progress=rank == 0, local_rank=local_rank)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
+        self._unfinished: tuple[Handle, Rest] | None = None
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
                 self.put_adapter(PutAdapter(slot, str(spec.folder)))
@@ -108,7 +109,6 @@ class Runner:
         self.memory = self._plan_memory(idle.free)
         self.num_pages = self.memory.pages
         self.caches = self._allocate(self.num_pages + captures, poison)
-        self._unfinished: tuple[Handle, Rest] | None = None
         for cache in self.caches if captures else ():
             cache[-1].zero_()  # the spare page
         self.parts = self._make_parts(inputs)
