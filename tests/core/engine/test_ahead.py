@@ -11,6 +11,7 @@ import torch
 
 from ds_runtime.engine.device.compile_record import CompileRecord, found_in
 from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
+from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import Compiles, RowRange
 from ds_runtime.ops.table import OPS
@@ -27,7 +28,7 @@ def bound(*kernels: tuple[str, tuple[int, ...]]) -> SimpleNamespace:
         (Kernel(OPS["linear"], "m:k", "me", compiles=Compiles(ahead)), replace(FACTS, shape=shape))
         for ahead, shape in kernels
     ]
-    return SimpleNamespace(kernels=lambda: iter(found))
+    return SimpleNamespace(served=lambda most: ((*one, [range(1, most + 1)]) for one in found))
 
 
 @pytest.fixture
@@ -74,11 +75,13 @@ def test_rows_are_cut_where_there_are_more_processes_than_tasks():
 def test_a_kernel_compiles_for_the_rows_that_it_serves():
     def rows_of(*ranges):
         one = Kernel(OPS["linear"], "m:k", "me", compiles=Compiles("a:b"))
-        held = [(replace(one, rows=rows), FACTS) for rows in ranges]
-        ops = SimpleNamespace(kernels=lambda: iter(held))
+        held = tuple(replace(one, rows=rows) for rows in ranges)
+        rest = Kernel(OPS["linear"], "m:rest", "me")
+        served = [(kernel, FACTS, Shares(rest, held).rows_of(kernel, 100)) for kernel in held]
+        ops = SimpleNamespace(served=lambda most: iter(served))
         return [task[2] for task in tasks_of(ops, 100)]
 
-    assert rows_of(RowRange()) == [range(1, 101)]
+    assert [task[2] for task in tasks_of(bound(("a:b", (1, 1))), 100)] == [range(1, 101)]
     assert rows_of(RowRange(first=9)) == [range(9, 101)]
     assert rows_of(RowRange(below=9)) == [range(1, 9)]
     assert rows_of(RowRange(first=5, below=9)) == [range(5, 9)]

@@ -50,7 +50,9 @@ def bound():
         for phase, fn in at.items()
     ]
     facts = {phase: replace(FACTS, phase=phase) for phase in at}
-    yield SimpleNamespace(kernels=lambda: ((k, facts[phase]) for k, phase in held))
+    yield SimpleNamespace(
+        served=lambda most: ((k, facts[phase], [range(1, most + 1)]) for k, phase in held)
+    )
     del sys.modules[module.__name__]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.variants import representatives
 from ds_runtime.errors import ConfigError, KernelError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.binding.by_rows import shares_of
@@ -101,6 +102,34 @@ def test_functions_divide_calls_by_rows(bounds, rows):
     else:
         serving = next((k for k in shares.some if k.rows.holds(rows)), shares.rest)
         assert serving is expected
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sets(st.integers(0, 3)),
+)
+def test_every_variant_of_a_kernel_comes_at_rows_that_it_serves(bounds, most, step, absent):
+    """Whichever of the kernels leave their calls to the rest: they hold another form of a weight,
+    which this one lacks."""
+    shares = shares_of([bounded(i, *each) for i, each in enumerate(bounds)])
+    if shares is None:
+        return
+    variants = [
+        (lambda rows, k=kernel: (k.name, rows // step), ranges)
+        for kernel in shares.kernels
+        for ranges in shares.rows_of(kernel, most)
+    ]
+    rows = representatives(variants)
+    here = [k for i, k in enumerate(shares.some) if i not in absent]
+
+    def variant(n):
+        serves = next((k for k in here if k.rows.holds(n)), shares.rest)
+        return serves.name, n // step
+
+    assert {variant(n) for n in rows} == {variant(n) for n in range(1, most + 1)}
 
 
 def test_a_kernel_that_fails_is_the_one_that_is_named(monkeypatch):

@@ -19,7 +19,6 @@ from tempfile import TemporaryFile
 import torch
 
 from ds_runtime.engine.device.compile_record import CompileRecord, Folders, found_in
-from ds_runtime.engine.device.variants import served
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Facts, load_attr
 from ds_runtime.platform.compilations import counted, folders, heard
@@ -46,9 +45,9 @@ class CompileJob:
 def tasks_of(bound: BoundOps, most: int) -> list[Task]:
     """Of all kernels that are bound, once per shape, the largest first. most: rows of a call."""
     found: dict[tuple[str, tuple[int, ...], str, str], Task] = {}
-    for kernel, facts in bound.kernels():
-        rows = served(kernel, most)
-        if kernel.compiles.ahead and rows:
+    for kernel, facts, ranges in bound.served(most):
+        if kernel.compiles.ahead and ranges:
+            rows = range(ranges[0].start, ranges[-1].stop)
             key = kernel.compiles.ahead, facts.shape, facts.weight_format, facts.dtype
             held = found.get(key, (kernel.compiles.ahead, facts, rows))[2]
             both = range(min(held.start, rows.start), max(held.stop, rows.stop))

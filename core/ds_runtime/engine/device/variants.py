@@ -22,13 +22,6 @@ PAGES = 2  # that all sequences of these steps share
 Variant = Callable[[int], Hashable]
 
 
-def served(kernel: Kernel, most: int) -> range:
-    """Numbers of rows, up to `most`, of the calls that may be this kernel's."""
-    if kernel.rows.methods:
-        return range(1, most + 1)
-    return range(max(1, kernel.rows.first), min(most, (kernel.rows.below or most + 1) - 1) + 1)
-
-
 def representatives(variants: Sequence[tuple[Variant, range]]) -> tuple[int, ...]:
     """Numbers of rows, rising, such that each function has every value that it has in its range."""
     found = set[int]()
@@ -54,12 +47,13 @@ def one_of_each_kind(bound: BoundOps, layers: int) -> tuple[int, ...]:
 
 
 def _variants(bound: BoundOps, phases: Collection[str], most: int) -> list[tuple[Variant, range]]:
-    """Of the bound kernels that have any, once per shape."""
+    """Of the bound kernels that have any, once per shape and range of rows."""
     found: dict[tuple[object, ...], tuple[Variant, range]] = {}
-    for kernel, facts in bound.kernels():
+    for kernel, facts, ranges in bound.served(most):
         if kernel.compiles.variant and facts.phase in phases:
             key = kernel.compiles.variant, facts.shape, facts.weight_format, facts.dtype
-            found.setdefault(key, (_variant(kernel, facts), served(kernel, most)))
+            for rows in ranges:
+                found.setdefault((*key, rows), (_variant(kernel, facts), rows))
     return list(found.values())
 
 

@@ -194,6 +194,15 @@ class BoundOps:
             for kernel in every:
                 yield kernel, facts
 
+    def served(self, most: int) -> Iterator[tuple[Kernel, Facts, list[range]]]:
+        """The same, with the rows, from 1 to `most`, of the calls that may be the kernel's there:
+        of each range all, or none."""
+        for site, every, facts in self.places():
+            shares = self.binding.shares.get((site.op, site.layer, site.module))
+            for kernel in every:
+                alone = [range(1, most + 1)]
+                yield kernel, facts, alone if shares is None else shares.rows_of(kernel, most)
+
     def at(self, layer: int, module: str) -> Ops:
         """The view of one place; layer −1 outside the layers."""
         return self._views[(layer, module)]

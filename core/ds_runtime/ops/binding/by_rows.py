@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap, takewhile
+from itertools import pairwise, starmap, takewhile
 
 from ds_runtime.ops.contract import Kernel
 
@@ -41,6 +41,18 @@ class Shares:
             return f"{' and '.join(sorted(kernel.rows.methods))} {said}".lstrip()
         (first, below), *more = ranges or [(0, _ALL)]
         return "otherwise" if first or more or below == _ALL else _words(first, below)
+
+    def rows_of(self, kernel: Kernel, most: int) -> list[range]:
+        """Rows, from 1 to `most`, of the calls that may be those of one of `kernels`, cut wherever
+        the bounds of any of them lie: calls of one range are all its own, or none is."""
+        bounds = {n for k in self.some for n in (k.rows.first, k.rows.below or _ALL)}
+        cuts = sorted({1, most + 1, *(n for n in bounds if 1 < n <= most)})
+        every = kernel is self.rest or kernel.rows.methods
+        return [
+            range(first, below)
+            for first, below in pairwise(cuts)
+            if every or kernel.rows.holds(first)
+        ]
 
     def _ranges(self, kernel: Kernel) -> list[tuple[int, int]]:
         """[first, below) of the rows of its calls, rising and apart."""
