@@ -73,7 +73,7 @@ def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     return {
         "batch": batch,
         "step_ms": statistics.median(each) * 1e3,
-        "device_ms": by_events(llm, prompts),
+        **({"device_ms": by_events(llm, prompts)} if torch.accelerator.is_available() else {}),
         "prefill_ms": prefill * 1e3,
         "prefill_tokens_per_s": batch * PROMPT / prefill,
     }

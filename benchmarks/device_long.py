@@ -35,6 +35,7 @@ from ds_runtime.engine.engine import Engine
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.record import append, environment, load_format
 
@@ -54,13 +55,14 @@ def fill(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
     """Put all full pages of the prompts into the prefix cache, with latents and index keys of
     random hidden states. The prompts' first pages differ, and nothing runs."""
     engine = engine_of(llm)
-    runner, (held,) = engine.runner, engine.scheduler.holdings.ranks
+    runner, (held,) = engine.runner, engine.scheduler.holdings.groups
     prefix, size = held.prefix, runner.config.page_size
     assert prefix is not None, "the prefix cache is off"
     model, _ = runner.model, torch.manual_seed(7)
     for prompt in prompts:
         count = (len(prompt) - 1) // size
         pages = held.pool.alloc(count)
+        prefix.lock(prefix.root())
         match, twins = prefix.extend(prefix.root(), prompt[: count * size], pages)
         assert not twins, "two prompts begin alike"
         prefix.unlock(match.node)
@@ -72,19 +74,14 @@ def fill(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
     runner.platform.synchronize()
 
 
-def write(model: DeepSeekModel, batch: Batch, caches: Sequence[torch.Tensor]) -> None:
+def write(model: DeepSeekModel, batch: Batch, caches: Caches) -> None:
     """Every layer's latents and index keys of random normed hidden states."""
-    indexes = iter(caches[len(model.blocks) :])
-    for block, cache in zip(model.blocks, caches, strict=False):
-        at = block.attention
-        x = torch.randn(batch.num_tokens, model.config.hidden, device=cache.device).to(model.dtype)
-        q, kv, query, keys = at.inputs(x, None)
-        if at.indexer is not None:
-            at.indexer(x, query, keys, batch, next(indexes), model.cos_sin, Selection())
-        q = q.view(-1, at.heads, at.qk_head)
-        at.ops.mla_prologue(
-            q, kv, at.kv_norm, 1e-6, batch.positions, model.cos_sin, cache, batch.slots
-        )
+    for block, step in model._layers(caches, batch, Selection()):
+        at, shape = block.attention, (batch.num_tokens, model.config.hidden)
+        x = torch.randn(shape, device=batch.slots.device).to(model.dtype)
+        made = at.project(x, step)
+        if made.query is not None:
+            at._index(x, made.query, made.keys, step)
 
 
 def step_ms(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:

@@ -116,6 +116,8 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
             measure(program)
         return program
 
+    synchronize = llm._alive().runner.platform.synchronize
+
     def measure(program: Any) -> None:
         chain = programs.drafting[program.size, drafts]
         pieces = {
@@ -125,11 +127,11 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
         }
         for name, piece in pieces.items():
             piece()
-            torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
             for _ in range(20):
                 piece()
-            torch.cuda.synchronize()
+            synchronize()
             found[name] = round((time.perf_counter() - start) / 20 * 1e3, 3)
 
     programs.select = selected  # type: ignore[method-assign]
@@ -245,7 +247,8 @@ def main() -> None:
     with LLM(args.checkpoint, **plainly) as llm:
         for size in args.batch:
             measured(llm, size, "plain", 0)
-    torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     chain = {"speculative_algorithm": "NEXTN", "speculative_num_steps": max(args.steps)}
     with LLM(args.checkpoint, speculative_adaptive=True, **chain, **settings) as llm:
         llm.simulate_acceptance(args.simulate)
