@@ -155,12 +155,15 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     )
 
 
-def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # noqa: F811
-    """And a capture leaves alone what steps of other sizes have written."""
+def test_sizes_that_nobody_gave_are_captured_at_the_start(tiny, recorded):  # noqa: F811
+    """And a replay leaves alone what steps of other sizes have written."""
     runner = make(tiny, recorded, disable_prefill_graph=False)
     runner.warm_up()
     backend, layers = runner.platform.backend, runner.assembly.model.layers
-    before = len(backend.replays)
+    assert [graph.is_captured for graph in runner.programs.op_by_op.prefills._graphs] == [
+        True,
+        True,
+    ]
     for row, length in enumerate((5, 20, 17)):
         cached = [cache.clone() for cache in runner.caches]
         for plan in steps([length], [2 * row]):
@@ -169,15 +172,13 @@ def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # 
             own = slice(10 * row, 10 * row + 5)  # pages
             cache[own], old[own] = 0.0, 0.0
             assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
-    assert [graph.is_captured for graph in runner.programs.op_by_op.prefills._graphs] == [
-        True,
-        True,
-    ]
     # What follows the last attention is not replayed for the one row that is wanted.
-    assert backend.replays[before:] == [1] * layers + [0] + [2] * layers + [0]
+    prompts, decodes = backend.replays[: 2 * layers + 2], backend.replays[2 * layers + 2 :]
+    assert prompts == [2] * layers + [0] + [1] * layers + [0]  # the largest first
+    assert not any(decodes)
 
 
-def test_later_captures_change_no_answer(tiny, recorded):  # noqa: F811
+def test_captures_change_no_answer(tiny, recorded):  # noqa: F811
     """The third prompt finds what the first one cached."""
     draw = random.Random(7)
     first, other = ([draw.randrange(2, 258) for _ in range(n)] for n in (20, 5))
@@ -187,23 +188,6 @@ def test_later_captures_change_no_answer(tiny, recorded):  # noqa: F811
         with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
             found.append([llm.generate([p], params)[0].token_ids for p in (first, other, first)])
     assert found[0] == found[1] and found[0][0] == found[0][2]
-
-
-def test_what_no_step_has_asked_for_is_captured_while_idle(tiny, recorded):  # noqa: F811
-    """The largest first; a step then replays what is there. None is captured twice."""
-    runner = make(tiny, recorded, disable_prefill_graph=False)
-    programs, prefills = runner.programs, runner.programs.op_by_op.prefills
-    assert not programs.capture_one()  # no step has run yet
-    runner.warm_up()
-    for number in range(1, len(prefills.sizes) + 1):
-        assert programs.capture_one()
-        captured = [graph.is_captured for graph in prefills._graphs]
-        assert captured == [i >= len(captured) - number for i in range(len(captured))]
-    assert not programs.capture_one()
-    (plan,), made = steps([20], [0]), list(runner.platform.backend.replays)
-    runner.collect(runner.launch(plan))
-    assert len(runner.platform.backend.replays) == len(made)
-    assert sum(runner.platform.backend.replays) > sum(made)
 
 
 def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
@@ -222,22 +206,12 @@ def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
     assert runner.platform.backend.replays == before
 
 
-def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811
-    """And requests are served as before."""
-    runner = make(tiny, recorded, disable_prefill_graph=False)
+def test_a_size_that_cannot_be_captured_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811
+    """That nobody gave. Requests are served as before, by a larger size if there is one."""
+    runner = make(tiny, recorded, disable_prefill_graph=True)
     runner.warm_up()
-    (plan,) = steps([20], [0])
-    road = runner.programs.op_by_op
-    prefills, road.prefills = road.prefills, None
-    wanted = [w.tokens for w in runner.collect(runner.launch(plan)).works]
-    road.prefills = prefills
+    wanted = [served(runner, length) for length in (5, 20)]
     apply = recorded.Experts.apply
-
-    def reads(self, x, weights, ids, packed):
-        if CaptureError in capturing:
-            raise CaptureError("this kernel waits for the device")
-        return apply(self, x, weights, ids, packed)
-
     capture, capturing = type(runner.platform.backend).capture, set()
 
     def captures(self, run):
@@ -248,13 +222,30 @@ def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, cap
             capturing.clear()
 
     monkeypatch.setattr(type(runner.platform.backend), "capture", captures)
-    monkeypatch.setattr(recorded.Experts, "apply", reads)
-    for _ in range(2):
-        (plan,) = steps([20], [0])
-        assert [w.tokens for w in runner.collect(runner.launch(plan)).works] == wanted
-    said = [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
-    assert len(said) == 1 and "a step of 30 tokens cannot be captured" in said[0]
-    assert "--disable-prefill-graph" in said[0]
+    for fails, left in (((16,), (30,)), ((16, 30), ())):
+
+        def reads(self, x, weights, ids, packed, fails=fails):
+            if CaptureError in capturing and x.shape[0] in fails:
+                raise CaptureError("this kernel waits for the device")
+            return apply(self, x, weights, ids, packed)
+
+        monkeypatch.setattr(recorded.Experts, "apply", reads)
+        caplog.clear()
+        runner = make(tiny, recorded, disable_prefill_graph=False)
+        runner.warm_up()
+        assert runner.programs.op_by_op.prefills.sizes == left
+        assert [served(runner, length) for length in (5, 20)] == wanted
+        said = [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
+        assert len(said) == len(fails)
+        for size, line in zip(reversed(fails), said, strict=True):
+            assert f"a step of {size} tokens cannot be captured" in line
+            assert "--disable-prefill-graph" in line
+
+
+def served(runner, length):
+    """The tokens of a step of one prompt."""
+    (plan,) = steps([length], [0])
+    return [work.tokens for work in runner.collect(runner.launch(plan)).works]
 
 
 def test_captures_show_their_progress(tiny, recorded, capsys):  # noqa: F811

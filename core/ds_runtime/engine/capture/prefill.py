@@ -31,8 +31,6 @@ from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
 
-_NEAR = 9 / 8  # times the tokens of a step: a graph of so many serves it while its own is missing
-
 
 class PiecewiseModel(Protocol):
     """What a step asks of the model: see DeepSeekModel."""
@@ -193,9 +191,7 @@ class PrefillGraph:
 
 
 class PrefillGraphs:
-    """The captured steps of a runner: those of sizes that the user gave at start, others each when
-    a step first needs it, or while there is nothing else to do.
-    """
+    """The captured steps of a runner."""
 
     def __init__(
         self,
@@ -206,59 +202,32 @@ class PrefillGraphs:
         adapts: bool,
     ) -> None:
         """caches: as `pieces` takes them. adapts: rows may have adapters."""
-        self.sizes = tuple(sizes)
         self._recorder = recorder
-        self._ready = False
-        self._failed: set[int] = set()
         rows = StepRows.of(model, max(sizes), next(iter(caches)).device, adapts)
-        self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
+        self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in sizes]
+        self.sizes: tuple[int, ...] = ()  # of what is captured, rising
 
     @torch.inference_mode()
-    def capture(self, progress: bool = False) -> None:
+    def capture(self, required: bool = True, progress: bool = False) -> None:
         """Capture every size, the largest first: the others find their memory in its pool. Raises
-        PluginError where a kernel cannot be captured.
+        PluginError where a kernel cannot be captured; unless all are `required`, a warning says
+        why, and steps that would take that size take the next one or go on op by op.
         """
         total = len(self._graphs)
         with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
             for graph in reversed(self._graphs):
-                graph.capture(self._recorder)
+                try:
+                    graph.capture(self._recorder)
+                except DsRuntimeError as e:
+                    if required:
+                        raise
+                    log.warning("steps with prompts go on op by op: %s", e)
                 bar.advance(1)
-        self.serve()
-
-    def serve(self) -> None:
-        """From now on there may be graphs that fit."""
-        self._ready = True
+        self._graphs = [graph for graph in self._graphs if graph.is_captured]
+        self.sizes = tuple(graph.size for graph in self._graphs)
 
     def graph_for(self, tokens: int) -> PrefillGraph | None:
         """For a step of so many tokens, at most, on a rank: none if it has more than any, or none
-        itself. Captured now if nothing near is there; where that fails, a warning says why, and
-        steps of this size go on op by op.
-        """
+        itself."""
         index = bisect_left(self.sizes, tokens)
-        if not self._ready or not tokens or index == len(self.sizes):
-            return None
-        for graph in self._graphs[index:]:
-            if graph.is_captured and graph.size <= max(tokens * _NEAR, self.sizes[index]):
-                return graph
-        return self._captured(index)
-
-    @torch.inference_mode()
-    def capture_one(self) -> bool:
-        """Capture the largest size that is not yet, ahead of its first step; whether there was
-        one."""
-        missing = (i for i, graph in enumerate(self._graphs) if not graph.is_captured)
-        index = max((i for i in missing if i not in self._failed), default=None)
-        if not self._ready or index is None:
-            return False
-        self._captured(index)
-        return True
-
-    def _captured(self, index: int) -> PrefillGraph | None:
-        graph = self._graphs[index]
-        if not graph.is_captured and index not in self._failed:
-            try:
-                graph.capture(self._recorder)
-            except DsRuntimeError as e:
-                self._failed.add(index)
-                log.warning("steps with prompts go on op by op: %s", e)
-        return graph if graph.is_captured else None
+        return self._graphs[index] if tokens and index < len(self.sizes) else None

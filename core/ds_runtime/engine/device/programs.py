@@ -74,7 +74,8 @@ class Programs:
                 self._recorder,
                 parts.adapts,
             )
-        self._prefills_at_start = config.prefill_graph_sizes is not None or ranks > 1
+        # Ranks that differ in what is captured would wait for each other.
+        self._required = config.prefill_graph_sizes is not None or ranks > 1
         choices = (0,) if parts.shape is None or parts.draft is None else parts.shape.choices
         self._queries = sorted({drafts + 1 for drafts in choices})
         self._place(graph_sizes(config, self.late), choices, can_capture(assembly.binding))
@@ -124,20 +125,12 @@ class Programs:
 
     @torch.inference_mode()
     def capture(self, progress: bool) -> None:
-        """All that is captured at the start; the rest serves and captures as steps come."""
+        """All that is captured at the start; the rest captures as steps come."""
         if (prefills := self.op_by_op.prefills) is not None:
-            if self._prefills_at_start:
-                prefills.capture(progress=progress)
-            else:
-                prefills.serve()
+            prefills.capture(self._required, progress)
         if self.sizes:
             self._capture_all(self._recorder, progress)
             self.serves = True
-
-    def capture_one(self) -> bool:
-        """Capture one more of the steps that are captured as they come; whether there was one."""
-        prefills = self.op_by_op.prefills
-        return prefills is not None and not self._prefills_at_start and prefills.capture_one()
 
     def _capture_all(self, recorder: Recorder, progress: bool) -> None:
         """The largest size first: the others find their memory in its pool. Of each what is in
