@@ -10,8 +10,8 @@ import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.cli import main
-from ds_runtime.cli.inspect import wire
 from ds_runtime.config import EngineConfig
 
 CONFIG = Path(__file__).parent.parent / "launch_lines" / "configs" / "deepseek-v3-0324.json"
@@ -44,7 +44,7 @@ def v3(tmp_path_factory):
 )
 def test_the_traffic_of_a_layout(v3, settings, collectives, row):
     assembly = assemble(EngineConfig(model=v3, **settings), settings, device="b300")
-    found = wire.wire(assembly)
+    found = Crossing.of(assembly).wire(assembly.model.layers)
     assert found.collectives == collectives and found.row == pytest.approx(row)
     facts = assembly.facts
     assert (facts.ranks["tp"], facts.hosts, facts.interconnect, facts.multicast) == (
@@ -151,7 +151,7 @@ def test_a_step_sends_what_is_said(tiny, monkeypatch, divided):
             after = sum(c.calls for c in made), sum(c.bytes for c in made)
             totals.append((after[0] - before[0], after[1] - before[1]))
         (few, less), (many, more) = totals
-        said = wire.wire(llm._assembly)
+        said = Crossing.of(llm._assembly).wire(llm._assembly.model.layers)
         groups = llm._assembly.config.attn_dp
         assert many - few == said.collectives
         # one request: every group has a row, filled up or not; logits are gathered for it alone

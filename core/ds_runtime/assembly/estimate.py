@@ -126,17 +126,18 @@ def activation_bytes(assembly: Assembly) -> int:
     config, dims = assembly.config, assembly.facts.dims
     expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
     cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
-    return step_bytes(assembly, config.max_step_tokens) + cached
+    return step_bytes(assembly, config.max_step_tokens, config.max_step_tokens) + cached
 
 
-def step_bytes(assembly: Assembly, tokens: int) -> int:
-    """The same of a step of so many tokens that expands no cached ones."""
+def step_bytes(assembly: Assembly, tokens: int, every: int) -> int:
+    """The same of a step that expands no cached tokens. tokens: of this rank's sequences; every:
+    those that go through what the ranks divide by width."""
     dims = assembly.facts.dims
     head, heads, hidden = dims["qk_nope"] + dims["qk_rope"], dims["heads"], dims["hidden"]
     attention = heads * (head + dims["v"]) + heads * (dims["qk_nope"] + dims["v"])
     experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
-    values = 4 * hidden + max(attention, 3 * dims["intermediate"], experts)
-    return tokens * values * ITEM_BYTES[assembly.config.dtype]
+    widest = max(tokens * attention, every * 3 * dims["intermediate"], every * experts)
+    return (tokens * 4 * hidden + widest) * ITEM_BYTES[assembly.config.dtype]
 
 
 def positions_of(assembly: Assembly) -> int:

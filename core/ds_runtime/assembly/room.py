@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
@@ -25,8 +26,7 @@ from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
-from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
-from ds_runtime.description.structure import padded
+from ds_runtime.config.graph_sizes import prefill_graph_sizes, verifying_sizes
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 
@@ -59,23 +59,35 @@ class Reserve:
 
 def reserve(assembly: Assembly) -> Reserve:
     """What is kept free beside weights and KV cache on one rank's device."""
-    config = assembly.config
+    config, crossing = assembly.config, Crossing.of(assembly)
     shape = Speculation.of(config)
     rows = config.max_running_requests * (1 if shape is None else shape.tokens)
-    vocab = padded(assembly.model.vocab_size, config.tp) * config.tp
-    logits = _DRAWN * min(rows, config.max_step_tokens) * vocab * 4
+    logits = _logit_bytes(assembly, min(rows, config.max_step_tokens))
     step = activation_bytes(assembly) + sparse_bytes(assembly) + page_table_bytes(assembly)
-    captured = 0
-    if assembly.facts.graph_capture:
-        decodes, prompts = graph_sizes(config), prefill_graph_sizes(config)
-        tokens = min(max(rows, *prompts), config.max_step_tokens)
-        nodes = _NODES * assembly.cached_layers * (len(decodes) + len(prompts))
-        captured = step_bytes(assembly, tokens) + logits + nodes
-    communication = 0
-    if config.tp > 1:
-        width = assembly.facts.dims["hidden"] * ITEM_BYTES[config.dtype]
-        communication = _PEERS + 2 * config.max_step_tokens * width
+    captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
+    communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
     return Reserve(step + logits, captured, communication)
+
+
+def _logit_bytes(assembly: Assembly, rows: int) -> int:
+    """Of so many rows, from the head to what is drawn."""
+    crossing = Crossing.of(assembly)
+    floats = crossing.logits // ITEM_BYTES[assembly.config.dtype] * 4
+    return _DRAWN * rows * floats + crossing.gathered(rows)
+
+
+def _captured_bytes(assembly: Assembly, shape: Speculation | None) -> int:
+    """Of all steps that are captured: they share the memory of the largest, in which every group of
+    ranks has as many rows."""
+    config, crossing, groups = assembly.config, Crossing.of(assembly), assembly.config.attn_dp
+    decodes = verifying_sizes(config, None if shape is None else shape.tokens)
+    prompts, most = prefill_graph_sizes(config), max(decodes, default=0)
+    verified = most if shape is None else most * shape.tokens
+    tokens = max(verified, *prompts)
+    nodes = _NODES * assembly.cached_layers * (len(decodes) + len(prompts))
+    held = step_bytes(assembly, tokens, groups * tokens) + crossing.held(tokens)
+    drafted = 0 if shape is None else most * shape.topk  # of the draft layer's own runs
+    return held + _logit_bytes(assembly, groups * (verified + drafted)) + nodes
 
 
 def kv_room(config: EngineConfig, total: int, before: int, free: int, reserved: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_runtime.common.balance import most_of
 from ds_runtime.config.engine import EngineConfig
 from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
@@ -14,10 +15,11 @@ _LIMITS = (
 
 
 def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
-    """Rows of the decode steps to capture, rising: --graph-sizes, or ever wider apart. late: each
-    when it is needed, so that no step has spare rows.
+    """Requests of the decode steps to capture, rising: --graph-sizes, or ever wider apart. late:
+    each when it is needed, so that no step has spare rows. Where groups of ranks divide the
+    sequences they are those of one group, and every group has as many rows.
     """
-    most, given = config.max_running_requests, config.graph_sizes
+    most, given = most_of(config.max_running_requests, config.attn_dp), config.graph_sizes
     if config.max_graph_size is not None:
         most = min(most, config.max_graph_size)
     if given is None and late:
@@ -28,13 +30,26 @@ def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
     return tuple(sorted(set(given)))
 
 
+def verifying_sizes(
+    config: EngineConfig, queries: int | None, late: bool = False
+) -> tuple[int, ...]:
+    """Those of `graph_sizes` that are captured. queries: tokens of each request that are verified
+    together, of all groups no more than a step has; None: nothing is drafted.
+    """
+    sizes, most = graph_sizes(config, late), config.max_step_tokens
+    each = 0 if queries is None else queries * config.attn_dp
+    return tuple(size for size in sizes if size * each <= most)
+
+
 def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Tokens of the steps with prompts to capture, rising: --prefill-graph-sizes, or ever wider
-    apart."""
+    apart. Where groups of ranks divide the sequences they are those of one group, and all groups
+    together have no more unasked."""
     most, given = config.max_step_tokens, config.prefill_graph_sizes
     if given is None:
         common = config.chunked_prefill_size + config.max_running_requests
         most = min(most, common, config.max_prefill_graph_size)
+        most = max(1, most // config.attn_dp)
         few = (16, 32, *range(64, 256, 32), *range(256, 1024, 64))
         sizes = (*few, *range(1024, 4096, 128), *range(4096, most, 192))
         return (*(size for size in sizes if size < most), most)

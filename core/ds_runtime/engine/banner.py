@@ -55,9 +55,10 @@ def _not_captured(runner: Runner) -> list[str]:
         return []
     tokens = max(runner.speculation.choices) + 1
     most = max(runner.programs.sizes, default=0)
+    each = " in each group" if runner.config.attn_dp > 1 else ""
     return [
-        f"{'graphs':<10}not captured: steps of more requests than {most}, since {sizes[0]} of "
-        f"{tokens} tokens are over --max-step-tokens {runner.config.max_step_tokens}"
+        f"{'graphs':<10}not captured: steps of more requests than {most}{each}, since {sizes[0]} "
+        f"of {tokens} tokens are over --max-step-tokens {runner.config.max_step_tokens}"
     ]
 
 

@@ -174,4 +174,4 @@ class TorchCommunicator:
 
     def close(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._group)  # of all ranks: every group

@@ -124,6 +124,12 @@ class Mesh:
         """All groups of this axis, by their first rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.size)}))
 
+    @cached_property
+    def divisions(self) -> tuple[tuple[Group, ...], ...]:
+        """All ways in which groups of several ranks are made, each once: axes share them."""
+        made = {self.groups(axis): None for axis in AXES if self.extent(axis) > 1}
+        return tuple(made)
+
     def host(self, rank: int) -> int:
         """The number of the host that `rank` is on."""
         return rank // self.per_host

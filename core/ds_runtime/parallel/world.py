@@ -18,13 +18,15 @@ class World:
     def __init__(self, mesh: Mesh, everyone: Communicator) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
         solo: Communicator = SoloCommunicator()
-        made: dict[tuple[Group, ...], Communicator] = {(tuple(range(mesh.size)),): everyone}
-        self._groups: dict[AxisName, Communicator] = {}
-        for axis in AXES:
-            groups = mesh.groups(axis)
-            if mesh.extent(axis) > 1 and groups not in made:
-                made[groups] = _split(everyone, groups)
-            self._groups[axis] = made[groups] if mesh.extent(axis) > 1 else solo
+        whole = (tuple(range(mesh.size)),)
+        made = {
+            groups: everyone if groups == whole else _split(everyone, groups)
+            for groups in mesh.divisions
+        }
+        self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
+        self._groups: dict[AxisName, Communicator] = {
+            axis: made[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
+        }
 
     @classmethod
     def alone(cls) -> World:
@@ -41,8 +43,9 @@ class World:
         return self._groups[axis]
 
     def close(self) -> None:
-        """Leave all groups."""
-        self.everyone.close()
+        """Leave all groups, that of all ranks last."""
+        for group in (*self._split, self.everyone):
+            group.close()
 
 
 def _split(everyone: Communicator, groups: tuple[Group, ...]) -> Communicator:

@@ -105,7 +105,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; those split from it have been left before."""
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
-from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
+from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes, verifying_sizes
 from ds_runtime.engine.capture.prefill import PrefillGraphs
 from ds_runtime.engine.capture.recorder import Checking, Recorder
 from ds_runtime.engine.device.captured import Captured, decode_step
@@ -78,15 +78,14 @@ class Programs:
         self._required = config.prefill_graph_sizes is not None or ranks > 1
         choices = (0,) if parts.shape is None or parts.draft is None else parts.shape.choices
         self._queries = sorted({drafts + 1 for drafts in choices})
-        self._place(graph_sizes(config, self.late), choices, can_capture(assembly.binding))
+        most = None if parts.draft is None else self._queries[-1]
+        self.sizes = verifying_sizes(config, most, self.late)
+        self.left_out = tuple(sorted({*graph_sizes(config, self.late)} - {*self.sizes}))
+        self._place(choices, can_capture(assembly.binding))
 
-    def _place(self, sizes: Sequence[int], choices: Sequence[int], masked: bool) -> None:
+    def _place(self, choices: Sequence[int], masked: bool) -> None:
         """Places for all that will be captured. choices: how many tokens steps draft."""
-        parts, queries = self._parts, max(self._queries)
-        most = parts.limits.max_tokens
-        fits = [size for size in sizes if parts.draft is None or size * queries <= most]
-        self.sizes = tuple(fits)
-        self.left_out = tuple(size for size in sizes if size not in fits)
+        parts, queries, fits = self._parts, self._queries[-1], self.sizes
         self._results = Results.of(parts, max(fits, default=0), queries)
         alone = parts.draft is None
         for size in fits:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from ds_runtime.common.balance import most_beside
 from ds_runtime.engine.schedule.request import Request
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.rank_pages import Pages
-
-_SLACK = 8  # requests more than the fewest that a group may run and still get what it knows
 
 
 class Holdings:
@@ -60,7 +59,7 @@ class Holdings:
         emptiest.
         """
         fewest = min(pages.num_running for pages in self.groups)
-        limit = fewest * 3 // 2 + _SLACK
+        limit = most_beside(fewest)
 
         def order(group: int) -> tuple[bool, int, int, int, int]:
             pages = self.groups[group]

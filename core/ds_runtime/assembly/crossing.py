@@ -1,0 +1,71 @@
+"""What rows of a step cost on their way between ranks: bytes that cross, and bytes that are held.
+
+Bytes that cross are those that one rank receives, in steps whose rows are even over all groups: a
+sum over n ranks brings 2 (n - 1) / n of what is summed, a gather or a scatter of the sum
+(n - 1) / n of the whole. Backends that send more for the sake of latency are not counted. Bytes
+held are those of the step in which one group has the most rows: every group is filled up to that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_runtime.assembly.estimate import ITEM_BYTES
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.description.structure import padded
+from ds_runtime.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Of one step. collectives: how many; row: bytes that a rank receives for each row of the step
+    (a token that is decoded is one).
+    """
+
+    collectives: int
+    row: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
+    those that fill up the last rank's included.
+    """
+
+    mesh: Mesh
+    width: int
+    logits: int
+
+    @staticmethod
+    def of(assembly: Assembly) -> Crossing:
+        """That of a model's ranks."""
+        mesh, item = Mesh.of(assembly.config), ITEM_BYTES[assembly.config.dtype]
+        vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
+        return Crossing(mesh, assembly.model.hidden * item, vocab * item)
+
+    def wire(self, layers: int) -> Wire:
+        """Traffic of a decode step without drafts."""
+        groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
+        inside = 2 * (heads - 1) / heads / groups * self.width  # a sum, of a group's own rows
+        across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
+        logits = (ranks - 1) / ranks * self.logits
+        attention, entered, left = inside, across, across + inside
+        row = layers * (attention + entered + left) + left + entered + logits
+        sums, moves = int(heads > 1), int(groups > 1)
+        count = layers * (sums + moves + (moves + sums))
+        return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
+
+    def held(self, rows: int) -> int:
+        """Bytes of the exchange at its widest, beside the rows that this rank gives and gets, where
+        the group that has the most has so many and there are as many in all: they go in and come
+        out; with groups a place of every group's lies between.
+        """
+        if self.mesh.tp == 1:
+            return 0
+        every = self.mesh.attn_dp * rows if self.mesh.attn_dp > 1 else 0
+        return (every + 2 * rows) * self.width
+
+    def gathered(self, rows: int) -> int:
+        """Bytes of the logits of so many rows while those of all ranks come together: each rank's,
+        and then one behind the other."""
+        return 2 * rows * self.logits if self.mesh.tp > 1 else 0
