@@ -23,6 +23,7 @@ class Holdings:
 
     def __init__(self, groups: Sequence[Pages], num_rows: int) -> None:
         self.groups = tuple(groups)
+        self.keeps_states = any(pages.snapshots is not None for pages in groups)
         self.rows = list(range(num_rows))  # free ones, a heap: low rows first
 
     @property

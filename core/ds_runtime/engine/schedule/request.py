@@ -154,7 +154,7 @@ class Request:
                 if followed.fault:
                     return message, followed.fault
                 message.finish = "stop"
-            elif self.prompt_len + len(self.output) >= self.max_len:
+            elif len(self.prompt) + len(self.output) >= self.max_len:
                 message.finish = "length"
             if message.finish:
                 break
@@ -205,7 +205,7 @@ class Request:
     @property
     def can_decode(self) -> bool:
         """Whether one more token is wanted after the last sampled one, as far as is known."""
-        if not (self.is_running and self.on_device and self.total_len < self.max_len):
+        if not (self.on_device and self.is_running) or self.total_len >= self.max_len:
             return False
         return not self.awaits_token
 
