@@ -107,8 +107,13 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
+        snapshots = self.holdings.snapshots
         return msgspec.structs.replace(
             self._stats,
+            snapshots_total=sum(made.pool.num_pages for made in snapshots),
+            snapshots_kept=sum(made.num_kept for made in snapshots),
+            snapshot_hits=sum(made.num_hits for made in snapshots),
+            snapshots_evicted=sum(made.num_evicted for made in snapshots),
             running=len(self.running),
             waiting=len(self.waiting),
             pages_free=self.holdings.num_free,
