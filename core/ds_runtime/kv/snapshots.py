@@ -22,7 +22,6 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, Node
 
 TOKENS = 4096  # of a prompt between two snapshots
-SHARE = 0.15  # of the caches' memory that snapshots take at most, if nobody says how many there are
 
 
 class Snapshots:

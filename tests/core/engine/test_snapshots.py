@@ -109,6 +109,13 @@ class Machine(RuleBasedStateMachine):
         request.num_computed = stop
         self.pages.share(request, stop, proved=True)
 
+    @rule(steps=st.integers(1, 5), token=st.integers(0, 1))
+    def answer(self, steps, token):
+        """All that run, side by side."""
+        for _ in range(steps):
+            for request in self.here:
+                self.compute(request, 9, token)
+
     @rule(request=consumes(running), broken=st.sampled_from([False, False, True]))
     def leave(self, request, broken):
         if request is None or request not in self.here:
