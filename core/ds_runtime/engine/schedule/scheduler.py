@@ -190,7 +190,7 @@ class Scheduler:
         start, decodes, guide = request.num_computed, request.on_device, request.guide
         stop = start + length
         sample = decodes or stop == request.total_len
-        asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        asks_prompt = start + 1 < request.prompt_len and request.wants_prompt_logprobs
         drafts = self._drafts if sample else 0
         if self.holdings.keeps_states:
             self.holdings.of(request).advance(request)
