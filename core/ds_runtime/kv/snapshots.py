@@ -139,7 +139,7 @@ class Snapshots:
 
     def _forget(self, node: Node) -> int:
         """Its block, −1 if it has none."""
-        return self._read.pop(node, -1) if node in self._read else self._new.pop(node, -1)
+        return self._read.pop(node, self._new.pop(node, -1))
 
     def _use(self, node: Node) -> int:
         """Its block. A prompt goes on from there."""
