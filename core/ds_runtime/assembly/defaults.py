@@ -119,16 +119,24 @@ def with_whole_pages(
 
 def check_states(config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
     """Raises ConfigError for snapshots of nothing, UnsupportedError for trees of drafts where
-    requests keep more than pages: only a chain can be taken back there."""
-    states = [group.name for group in groups if group.blocks(0, 1)]
+    requests keep more than pages, or an entry stands for several tokens: only a chain can be taken
+    back there."""
+    states = [group.name for group in groups if group.per_request]
     if config.state_snapshots is not None and not states:
         raise ConfigError(
             f"--state-snapshots {config.state_snapshots}: requests of this model keep nothing "
             "beside pages: leave the flag out"
         )
     shape = Speculation.of(config)
-    if states and shape is not None and shape.topk > 1:
-        raise UnsupportedError(
-            f"--speculative-eagle-topk {shape.topk}: requests keep a state ({', '.join(states)}), "
-            "and a tree of drafts cannot be taken back there: give 1"
-        )
+    if shape is None or shape.topk == 1:
+        return
+    wide = [group.name for group in groups if group.multiple > 1]
+    for which, why in (
+        (states, "requests keep a state"),
+        (wide, "an entry of a cache stands for several tokens"),
+    ):
+        if which:
+            raise UnsupportedError(
+                f"--speculative-eagle-topk {shape.topk}: {why} ({', '.join(which)}), and a tree of "
+                "drafts cannot be taken back there: give 1"
+            )

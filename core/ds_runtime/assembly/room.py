@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ds_runtime.assembly.cache_blocks import CacheBlocks
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
@@ -192,12 +193,12 @@ def requests_that_fit(assembly: Assembly) -> int:
     least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
-    one = -(-each // config.page_size) * assembly.cache_sizes.page / config.attn_dp
-    one += assembly.cache_sizes.state
+    one, sizes = -(-each // config.page_size) / config.attn_dp, assembly.cache_sizes
 
     def lacks(count: int) -> bool:
         with_count = replace(config, max_running_requests=count)
-        return idle_room(replace(assembly, config=with_count)) < count * one
+        room = idle_room(replace(assembly, config=with_count))
+        return CacheBlocks.of(with_count, sizes, room).pages < count * one
 
     counts = [*range(1, 8), *range(8, REQUESTS + 1, 8)]
     fit: int = counts[max(1, bisect_left(counts, True, key=lacks)) - 1]
@@ -211,8 +212,8 @@ def said(assembly: Assembly) -> list[str]:
     if not assembly.platform.own_memory or not assembly.device.memory:
         return cost
     room, kept = max(0, idle_room(assembly)), reserve(assembly)
-    page = assembly.cache_sizes.page
-    tokens = room // page * assembly.config.page_size
+    blocks = CacheBlocks.of(assembly.config, assembly.cache_sizes, room)
+    tokens = blocks.pages * assembly.config.page_size
     context = positions_of(assembly)
     parts = {
         "steps": kept.activations,
@@ -230,10 +231,14 @@ def said(assembly: Assembly) -> list[str]:
         )
     groups, each = assembly.config.attn_dp, " of each rank" if assembly.config.tp > 1 else ""
     every = f"; {tokens * groups} in all {groups} groups" if groups > 1 else ""
+    states = ""
+    if blocks.states:
+        size = amount(blocks.states * assembly.cache_sizes.state)
+        states = f"; {size} for states, {blocks.snapshots} snapshots among them"
     return [
         f"memory {amount(assembly.device.memory)}{each}: weights "
         f"{amount(needed_bytes(assembly))}, KV cache {amount(room)} ({tokens} tokens{every}, "
-        f"{tokens / context:.1f} full contexts of {context}); {beside}",
+        f"{tokens / context:.1f} full contexts of {context}{states}); {beside}",
         *cost,
         *(f"copy {form}" for form in assembly.forms),
     ]

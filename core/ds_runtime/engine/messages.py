@@ -163,7 +163,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     """Counters since start and gauges now, sent at most a few times a second.
 
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
-    neither they nor `pages_free` count are those that running requests use. Of speculation:
+    neither they nor `pages_free` count are those that running requests use. Of snapshots of states:
+    how many there may be, those that later prompts can go on from, how often one did, and those
+    that made room for others. Of speculation:
     `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
     them were right. `broken`: choices that ended because the model's logits were not finite. Of
     structured output: processor seconds that masks took, how often a choice sat a step out because
@@ -179,6 +181,10 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     pages_total: int = 0
     pages_free: int = 0
     pages_cached: int = 0
+    snapshots_total: int = 0
+    snapshots_kept: int = 0
+    snapshot_hits: int = 0
+    snapshots_evicted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0

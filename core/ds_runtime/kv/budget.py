@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ds_runtime.assembly.cache_blocks import CacheBlocks
 from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import kv_room, reserve
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.kv.snapshots import SHARE
 from ds_runtime.ops.contracts.caches import CacheSizes
 
 FULL_CONTEXTS = 8
@@ -58,14 +58,7 @@ class KvMemory:
     ) -> KvMemory:
         """Of `given` bytes: blocks for requests and snapshots, then pages, `most` at most."""
         config, sizes = assembly.config, assembly.cache_sizes
-        states = snapshots = 0
-        if sizes.state:
-            if not config.disable_radix_cache:
-                asked = config.state_snapshots
-                snapshots = int(SHARE * given) // sizes.state if asked is None else asked
-            states = config.max_running_requests + 1 + snapshots
-        pages = max(0, given - states * sizes.state) // sizes.page
-        pages = pages if most is None else min(pages, most)
+        pages, snapshots, states = CacheBlocks.of(config, sizes, given, most)
         said = why, remedy, warning
         return KvMemory(pages, sizes, free, config.page_size, *said, snapshots, states)
 
@@ -85,10 +78,18 @@ class KvMemory:
         needed = amount(-(-context // self.page_size) * self.sizes.page)
         fits = pages * self.page_size
         lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
+        beside = states = ""
+        if self.states:
+            running = self.states - self.snapshots - 1
+            beside = (
+                f", beside {amount(self.states * self.sizes.state)} of states "
+                f"(--max-running-requests {running}, --state-snapshots {self.snapshots})"
+            )
+            states = "lower --state-snapshots or --max-running-requests, "
         return ConfigError(
             f"KV cache: one context of {context} tokens needs {needed}, but {self.why} "
-            f"{amount(pages * self.sizes.page)}, {fits} tokens; {amount(self.free)} are free: "
-            f"{self.remedy}{lower}raise --kv-memory or --mem-fraction-static"
+            f"{amount(pages * self.sizes.page)}, {fits} tokens{beside}; {amount(self.free)} are "
+            f"free: {self.remedy}{states}{lower}raise --kv-memory or --mem-fraction-static"
         )
 
 

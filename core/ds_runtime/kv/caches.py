@@ -30,13 +30,19 @@ def allocate(
     return Caches(made)
 
 
+def with_pages(caches: Caches, pages: int, where: device) -> Caches:
+    """So many pages of their own, beside the states that are there."""
+    own = [laid for laid, _ in caches.groups if not laid.group.per_request]
+    return Caches([*allocate(own, pages, 0, where).groups, *caches.states])
+
+
 def copy_states(caches: Caches, copies: Sequence[tuple[int, int]]) -> None:
     """Make (source, target) of blocks of every state group, one copy after the other."""
     for some in _apart(copies):
         numbers: Tensor | None = None
-        for laid, made in caches.groups:
+        for laid, made in caches.states:
             copy = load_attr(laid.layout.copy)
-            for cache in made.values() if laid.group.blocks(0, 1) else ():
+            for cache in made.values():
                 if numbers is None:
                     numbers = torch.tensor(some, dtype=torch.int64).to(cache.device)
                 copy(cache, numbers[:, 0].contiguous(), numbers[:, 1].contiguous())

@@ -149,17 +149,17 @@ class Pages:
         proved: logits that were computed from its pages are finite. Pages that others brought there
         meanwhile take the place of the request's own, and its next logits prove them.
         """
-        if proved and self.prefix is not None and request.node is not None:
-            self.prefix.prove(request.node)
+        if self.prefix is None or (node := request.node) is None:
+            return
+        if proved and not node.is_proved:
+            self.prefix.prove(node)
         size, first = self.page_size, request.num_shared
         if request.max_shared is not None:
             computed = min(computed, request.max_shared)
-        last = computed // size
-        if self.prefix is None or last <= first:
+        if (last := computed // size) <= first:
             return
-        assert request.node is not None
         tokens = request.tokens(first * size, last * size)
-        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last], proved)
+        path, twins = self.prefix.extend(node, tokens, request.pages[first:last], proved)
         request.pages[first:last] = path.pages
         request.node, request.num_shared = path.node, last
         self._came(request, first, last)

@@ -2,8 +2,12 @@
 
 Of each state group a request that runs has the block of its row. Behind the blocks of all rows, and
 a spare one, lie those of snapshots: copies from where a page ended, which a prompt that begins
-alike goes on from. The prefix cache keeps them at the nodes of such pages, the least recently used
-ones until others need their blocks; a request has one at most that is not there yet.
+alike goes on from. The prefix cache keeps them at the nodes of such pages until others need their
+blocks; a request has one at most that is not there yet.
+
+A quarter of the blocks at most is for snapshots that prompts have gone on from, those used last:
+they stay. Of the others the one used least recently goes where no block is free. Answers under way
+have half of the blocks at most: however many requests run, what they began with stays.
 
 Copies are only noted here. They run in front of the next step, in their order: a block changes
 hands at once, as pages do.
@@ -18,7 +22,6 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, Node
 
 TOKENS = 4096  # of a prompt between two snapshots
-SHARE = 0.15  # of the caches' memory that snapshots take at most, if nobody says how many there are
 
 
 class Snapshots:
@@ -33,7 +36,9 @@ class Snapshots:
         self.pool = PagePool(count)
         self._first = rows + 1
         self._every = -(-TOKENS // page_size) * page_size
-        self._kept: dict[Node, int] = {}  # those used last come last
+        self.num_hits = self.num_evicted = 0  # gone on from; lost, that others had their blocks
+        self._new: dict[Node, int] = {}  # of both kinds those used last come last
+        self._read: dict[Node, int] = {}  # these stay: prompts have gone on from them
         self._copies: list[tuple[int, int]] = []
 
     # ---- the prefix cache's side ----
@@ -41,19 +46,23 @@ class Snapshots:
     @property
     def num_kept(self) -> int:
         """How many nodes have one."""
-        return len(self._kept)
+        return len(self._new) + len(self._read)
+
+    def has(self, node: Node) -> bool:
+        """Whether a prompt can go on from there."""
+        return node in self._new or node in self._read
 
     def resumable(self, found: Match) -> Match:
         """The part of a path that a request can go on from: up to its last node with a snapshot."""
         node, pages = found.node, found.pages
-        while node.parent is not None and node not in self._kept:
+        while node.parent is not None and not self.has(node):
             node = node.parent
             pages = pages[:-1]
         return Match(node, pages)
 
     def lose(self, node: Node) -> None:
         """The node leaves, or nothing goes on from it."""
-        if (block := self._kept.pop(node, -1)) >= 0:
+        if (block := self._forget(node)) >= 0:
             self._give(block)
 
     # ---- the requests' side ----
@@ -84,7 +93,7 @@ class Snapshots:
         if not (request.on_device or self.is_due(request, at)):
             return
         if request.snapshot < 0:
-            request.snapshot = self._take()
+            request.snapshot = self._take(request.on_device)
         if request.snapshot >= 0:
             request.snapshot_at = at
             self._copies.append((request.row, request.snapshot))
@@ -104,11 +113,12 @@ class Snapshots:
             return
         if node is not None and at == request.num_shared * self.page_size:
             block, request.snapshot = request.snapshot, -1
-            if node in self._kept:
-                self._use(node)
+            if node in self._read:
                 self._give(block)
             else:
-                self._kept[node] = block
+                if (twin := self._new.pop(node, -1)) >= 0:
+                    self._give(twin)
+                self._new[node] = block
 
     def end(self, request: Holder) -> None:
         """It gives its row back."""
@@ -127,17 +137,29 @@ class Snapshots:
         size = self.page_size
         return (request.prompt_len - 1) // size * size, (request.total_len - 1) // size * size
 
+    def _forget(self, node: Node) -> int:
+        """Its block, −1 if it has none."""
+        return self._read.pop(node, self._new.pop(node, -1))
+
     def _use(self, node: Node) -> int:
-        """Its block, as the one used last."""
-        block = self._kept[node] = self._kept.pop(node)
+        """Its block. A prompt goes on from there."""
+        block = self._read[node] = self._forget(node)
+        self.num_hits += 1
+        if len(self._read) > self.pool.num_pages // 4:
+            oldest = next(iter(self._read))
+            self._new[oldest] = self._read.pop(oldest)
         return block
 
-    def _take(self) -> int:
-        """A block, −1 if running requests have all."""
-        if not self.pool.num_free:
-            if not self._kept:
+    def _take(self, answers: bool) -> int:
+        """A block for a request that answers, or computes a prompt; −1 if there is none."""
+        count, free = self.pool.num_pages, self.pool.num_free
+        if answers and count - free - self.num_kept >= count // 2:
+            return -1
+        if not free:
+            if (node := next(iter(self._new), None)) is None:
                 return -1
-            self.lose(next(iter(self._kept)))
+            self.lose(node)
+            self.num_evicted += 1
         return self.pool.alloc(1)[0] + self._first
 
     def _give(self, block: int) -> None:
@@ -146,5 +168,7 @@ class Snapshots:
     def check(self, holders: Sequence[Holder]) -> None:
         """Assert that each block is free, a request's, or a node's, and never two of these."""
         held = [h.snapshot - self._first for h in holders if h.snapshot >= 0]
-        held += [block - self._first for block in self._kept.values()]
+        held += [block - self._first for block in (*self._new.values(), *self._read.values())]
+        assert not self._new.keys() & self._read.keys()
+        assert len(self._read) <= self.pool.num_pages // 4
         assert sorted([*held, *self.pool.free_pages()]) == list(range(self.pool.num_pages))

@@ -47,6 +47,30 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         GaugeMetricFamily,
         "KV pages that only the prefix cache holds",
     ),
+    (
+        "snapshots_total",
+        "state_snapshots",
+        GaugeMetricFamily,
+        "snapshots of states that there may be; 0 where requests keep pages alone",
+    ),
+    (
+        "snapshots_kept",
+        "state_snapshots_kept",
+        GaugeMetricFamily,
+        "snapshots that later prompts can go on from; answers under way have others",
+    ),
+    (
+        "snapshot_hits",
+        "state_snapshot_hits",
+        CounterMetricFamily,
+        "prompts that went on from a snapshot",
+    ),
+    (
+        "snapshots_evicted",
+        "state_snapshots_evicted",
+        CounterMetricFamily,
+        "snapshots that made room for others; with more of them prompts may find theirs",
+    ),
     ("prompt_tokens", "prompt_tokens", CounterMetricFamily, "prompt tokens, cached ones included"),
     ("generated_tokens", "generation_tokens", CounterMetricFamily, "generated tokens"),
     (

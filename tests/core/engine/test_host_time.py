@@ -18,9 +18,20 @@ from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.sampling_params import SamplingParams
 
 
+class Stateless(Pages):
+    """Of a model whose requests keep nothing beside pages."""
+
+    def advance(self, request):
+        raise AssertionError("no decode step asks whether a snapshot is due")
+
+    def reach(self, request, length):
+        assert not request.on_device, "no decode step asks where it has to end"
+        return super().reach(request, length)
+
+
 def test_scheduling_64_requests_is_cheap():
     limits = SchedulerLimits(context_length=4096, vocab_size=1000, page_size=16)
-    scheduler = Scheduler(limits, [Pages(PagePool(64 * 256), PrefixCache(16), 16)])
+    scheduler = Scheduler(limits, [Stateless(PagePool(64 * 256), PrefixCache(16), 16)])
     for i in range(64):
         prompt = [(i * 7 + j) % 1000 for j in range(1000)]
         params = SamplingParams(max_tokens=200)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.step.page_table import PageTable
+from ds_runtime.engine.step.page_table import PageTable, padded
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import RowOwners
 
@@ -19,6 +19,17 @@ tables = st.integers(1, PAGES).flatmap(
         st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=ROWS, max_size=ROWS
     )
 )
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=5))
+def test_a_table_is_filled_up_with_first_pages(lists):
+    """Also without sequences, as a group of ranks may have none, and others may write to it."""
+    most = max(map(len, lists), default=1)
+    lists = [pages or [7] * bool(most) for pages in lists]
+    table = padded(lists)
+    wanted = [pages + pages[:1] * (most - len(pages)) for pages in lists]
+    assert table.tolist() == wanted and table.shape == (len(lists), most)
+    assert table.dtype == np.int32 and table.flags.writeable
 
 
 @given(st.lists(tables, min_size=1, max_size=8))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.schedule.request import Request, State
 from ds_runtime.kv import snapshots
 from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.kv.pages import PagePool
-from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.prefix import Node, PrefixCache
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.ops.contract import DeviceInfo, Facts
@@ -21,25 +21,34 @@ from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.sampling_params import SamplingParams
 from examples import examples
 
-SIZE, ROWS, PAGES, BLOCKS, EVERY = 2, 4, 24, 3, 6
+SIZE, ROWS, PAGES, EVERY = 2, 4, 24, 6
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come, compute, and leave; pages are evicted, flushed and discarded in between."""
+    """Requests come, compute, and leave; pages are evicted, flushed and discarded in between.
+
+    `read`: the nodes that prompts have gone on from last, a quarter of the blocks of them. They
+    keep their snapshots, whatever requests do.
+    """
 
     running = Bundle("running")
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(blocks=st.sampled_from([0, 1, 3, 3, 4, 5, 8]))
+    def begin(self, blocks):
         before, snapshots.TOKENS = snapshots.TOKENS, EVERY
-        self.made = Snapshots(SIZE, ROWS, BLOCKS)
+        self.blocks, self.made = blocks, Snapshots(SIZE, ROWS, blocks)
         snapshots.TOKENS = before
         self.pages = Pages(PagePool(PAGES), PrefixCache(SIZE, self.made), SIZE, self.made)
         self.rows = list(range(ROWS))
         self.states: dict[int, tuple[int, ...]] = {}  # block → the tokens that it stands for
         self.history: dict[int, tuple[int, ...]] = {}  # page → all tokens up to its end
         self.here: list[Request] = []
+        self.read: list[Node] = []
         self.count = 0
+
+    def forget(self) -> None:
+        """Pages have left, and snapshots with them."""
+        self.read = [node for node in self.read if self.made.has(node)]
 
     def copy(self) -> None:
         for source, target in self.made.drain():
@@ -59,6 +68,10 @@ class Machine(RuleBasedStateMachine):
             return None
         request.row, request.state = self.rows.pop(0), State.RUNNING
         self.states[request.row] = ()
+        self.forget()
+        if request.num_shared:
+            self.read = [request.node, *(n for n in self.read if n is not request.node)]
+            del self.read[self.blocks // 4 :]
         self.copy()
         computed = tuple(tokens[: request.num_computed])
         assert self.states[request.row] == (salt, *computed) if computed else True
@@ -81,7 +94,11 @@ class Machine(RuleBasedStateMachine):
             return
         length = self.pages.reach(request, length)
         assert length >= 1
+        self.forget()
+        had = request.snapshot >= 0
         self.pages.advance(request)
+        if request.on_device and request.snapshot >= 0 and not had:
+            assert sum(r.snapshot >= 0 for r in self.here) <= self.blocks // 2
         self.copy()
         start, stop = request.num_computed, request.num_computed + length
         more = request.tokens(start, stop)
@@ -92,6 +109,13 @@ class Machine(RuleBasedStateMachine):
         request.num_computed = stop
         self.pages.share(request, stop, proved=True)
 
+    @rule(steps=st.integers(1, 5), token=st.integers(0, 1))
+    def answer(self, steps, token):
+        """All that run, side by side."""
+        for _ in range(steps):
+            for request in self.here:
+                self.compute(request, 9, token)
+
     @rule(request=consumes(running), broken=st.sampled_from([False, False, True]))
     def leave(self, request, broken):
         if request is None or request not in self.here:
@@ -101,6 +125,7 @@ class Machine(RuleBasedStateMachine):
         self.pages.release(request)
         if broken:
             self.pages.discard(request)
+            self.forget()
             left = self.pages.prefix.match(request.tokens(0, request.total_len), request.realm)
             assert left.node.page < 0, "nothing goes on from what broke"
         self.rows.append(row)
@@ -109,10 +134,12 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 5))
     def evict(self, count):
         self.pages.pool.free(self.pages.prefix.evict(count))
+        self.forget()
 
     @rule()
     def flush(self):
         self.pages.flush()
+        self.forget()
 
     @invariant()
     def every_block_is_somebodys_and_holds_what_it_stands_for(self):
@@ -121,8 +148,9 @@ class Machine(RuleBasedStateMachine):
         assert sorted([*cached, *owned, *self.pages.pool.free_pages()]) == list(range(PAGES))
         self.made.check(self.here)
         self.copy()
-        for node, block in self.made._kept.items():
+        for node, block in (*self.made._new.items(), *self.made._read.items()):
             assert self.states[block] == self.history[node.page]
+        assert all(self.made.has(node) for node in self.read)
         for request in self.here:
             if request.snapshot >= 0:
                 known = request.salt, *request.tokens(0, request.snapshot_at)
@@ -132,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         for request in self.here:
             self.pages.release(request)
         self.pages.flush()
-        assert self.pages.pool.num_free == PAGES and self.made.pool.num_free == BLOCKS
+        assert self.pages.pool.num_free == PAGES and self.made.pool.num_free == self.blocks
 
 
 TestSnapshots = Machine.TestCase

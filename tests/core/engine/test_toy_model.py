@@ -92,6 +92,51 @@ def test_those_used_last_stay():
     assert asked(rig, "gone", [0, *rig.answers["0"].tokens]) == 0
 
 
+@pytest.mark.parametrize(("blocks", "running"), [(4, 5), (4, 8), (6, 8), (9, 8)])
+def test_answers_under_way_push_no_beginning_out(blocks, running):
+    """As many as there are blocks, and more; each goes on from what they all begin with."""
+    rig = toy(200, snapshots=blocks, max_running=running)
+    asked(rig, "beginning", MANY[:9], max_tokens=1)
+    asked(rig, "warm", [*MANY[:9], 33, 34], max_tokens=1)
+    for turn in range(4):
+        for number in range(running):
+            prompt = [*MANY[:9], turn, *[number] * 8]
+            rig.submit(f"{turn} {number}", prompt, max_tokens=12)
+        rig.run()
+        rig.check_end()
+        cached = [rig.cached[f"{turn} {number}"] for number in range(running)]
+        assert cached == [8] * running
+
+
+@pytest.mark.parametrize("blocks", range(9))
+def test_answers_have_half_of_the_blocks(blocks):
+    """The others are for prompts, also where nobody has gone on from one yet."""
+    rig = toy(200, snapshots=blocks)
+    asked(rig, "prompt", LONG, max_tokens=1)
+    for number in range(8):
+        rig.submit(str(number), [number] * 3, max_tokens=20)
+    most = 0
+    while rig.scheduler.has_work:
+        rig.step()
+        most = max(most, sum(r.snapshot >= 0 for r in rig.scheduler.running))
+    assert most == blocks // 2
+    rig.check_end()
+    assert rig.ranks[0].snapshots.num_kept <= blocks
+
+
+def test_hits_and_losses_are_counted():
+    rig = toy(64, snapshots=2)
+    for number in range(3):
+        asked(rig, str(number), [number], max_tokens=6)
+    asked(rig, "kept", [2, *rig.answers["2"].tokens], max_tokens=1)
+    asked(rig, "gone", [0, *rig.answers["0"].tokens], max_tokens=1)
+    made = rig.ranks[0].snapshots
+    stats = rig.scheduler.stats()
+    assert (made.num_hits, made.num_evicted, made.num_kept) == (1, 2, 2)
+    told = stats.snapshots_total, stats.snapshots_kept, stats.snapshot_hits, stats.snapshots_evicted
+    assert told == (2, 2, 1, 2)
+
+
 def test_with_no_block_left_requests_run_without():
     rig = toy(64, snapshots=1)
     for number in range(4):

@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import beside_bytes, needed_bytes, positions_of
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import (
     REQUEST_TOKENS,
     REQUESTS,
     idle_room,
     kv_room,
+    requests_that_fit,
     reserve,
+    said,
 )
 from ds_runtime.cli import main
+from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
+from ds_runtime.kv.budget import Room, kv_memory
+from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
 from examples import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -97,8 +103,44 @@ def test_defaults_fill_the_device_and_leave_what_steps_need(folder, device, name
                 size, ranks = found.config.page_size, tp if divided else 1
                 tokens = idle_room(wider) / wider.cache_sizes.page * size * ranks
                 assert more * REQUEST_TOKENS > tokens, "the largest number that fits"
-            said = next(c for c in found.plan.changes if c[0] == "max_running_requests")
-            assert said[1] == f"64 → {count}"
+            told = next(c for c in found.plan.changes if c[0] == "max_running_requests")
+            assert told[1] == f"64 → {count}"
+
+
+WINDOW = StateGroup("near", tuple(range(27)), rows=128)
+own_caches = Assembly.caches.func
+
+
+def with_window(assembly):
+    """The groups of the model, and a state of 128 tokens in every layer."""
+    own = own_caches(assembly)
+    return *own, LaidGroup(WINDOW, own[0].layout, WINDOW.within(assembly.binding.base))
+
+
+@pytest.mark.parametrize("asked", [None, 0, 700])
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_plan_and_start_hold_the_same_beside_states(folder, monkeypatch, device, asked):
+    """As many requests as get their states and REQUEST_TOKENS, and tokens that the start gives."""
+    monkeypatch.setattr(Assembly, "caches", property(with_window))
+    found = settled(folder("v2-lite"), device)
+    with_count = replace(found.config, state_snapshots=asked)
+    found = replace(found, config=with_count)
+    found = replace(
+        found, config=replace(with_count, max_running_requests=requests_that_fit(found))
+    )
+    total, context = found.device.memory, positions_of(found)
+    room = Room(total, total, total - needed_bytes(found))
+    memory = kv_memory(found, room, context)
+    tokens = memory.pages * found.config.page_size
+    assert 0 < memory.total <= idle_room(found)
+    assert found.config.max_running_requests * REQUEST_TOKENS <= tokens
+    assert f"({tokens} tokens, " in said(found)[0]
+    held = memory.states * memory.sizes.state
+    assert f"{amount(held)} for states, {memory.snapshots} snapshots among them" in said(found)[0]
+    if asked is None:
+        assert 100 * memory.snapshots * memory.sizes.state <= 15 * memory.total
+    else:
+        assert memory.snapshots == asked
 
 
 def test_a_cpu_and_what_the_user_says_keep_their_number(folder):

@@ -88,6 +88,24 @@ def test_the_page_reads_the_metrics_as_they_are():
     assert found["both"] == [35, 17.5, 0]
 
 
+@node
+@pytest.mark.parametrize(("total", "said"), [(40, "9 / 21 / 6"), (0, "–")])
+def test_the_page_tells_of_snapshots_where_there_may_be_some(total, said):
+    told = Stats(snapshots_total=total, snapshots_kept=9, snapshot_hits=21, snapshots_evicted=6)
+    metrics = Metrics([EngineView(lambda: told, lambda: None, lambda: True)], "m")
+    found = run_node(
+        """
+        const { parse } = await import(`${pages}/metrics.js`);
+        const { TILES } = await import(`${pages}/live.js`);
+        const now = parse(process.argv[1]), c = { now, last: now, past: now, dt: 1 };
+        const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
+        console.log(JSON.stringify(all));
+        """,
+        metrics.text().decode(),
+    )
+    assert dict(found)["Snapshots, kept / gone on from / lost"] == said
+
+
 def _stats():
     return Stats(running=3, generated_tokens=7)
 

@@ -85,6 +85,10 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         verified=5,
         draft_tokens=10,
         accepted_tokens=8,
+        snapshots_total=40,
+        snapshots_kept=9,
+        snapshot_hits=21,
+        snapshots_evicted=6,
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -95,6 +99,9 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     drafted = found["spec_decode_num_draft_tokens_total",]
     assert found["spec_decode_num_accepted_tokens_total",] / drafted == 0.8
     assert found["spec_decode_num_drafts_total",] == 5
+    assert found["state_snapshots",] == 40 and found["state_snapshots_kept",] == 9
+    assert found["state_snapshot_hits_total",] == 21
+    assert found["state_snapshots_evicted_total",] == 6
     kernels = [dict(key[1:]) for key in found if key[0] == "kernel_info"]
     assert kernels == [  # one per op and kernel, however many the sites
         {"op": "linear", "kernel": "cpu.linear", "provider": "cpu"},

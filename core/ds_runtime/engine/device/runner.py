@@ -34,10 +34,9 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
-from ds_runtime.kv.caches import allocate, copy_states
+from ds_runtime.kv.caches import allocate, copy_states, with_pages
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_draft, load_model
 
@@ -108,7 +107,10 @@ class Runner:
         self.draft = draft
         self.memory = self._plan_memory(idle.free)
         self.num_pages = self.memory.pages
-        self.caches = self._allocate(self.num_pages + captures, poison)
+        pages, shown = self.num_pages + captures, rank == 0
+        self.caches = allocate(assembly.caches, pages, self.memory.states, self.device, shown)
+        for cache in self.caches if poison else ():
+            cache.fill_(float("nan") if cache.is_floating_point() else 255)
         for cache in self.caches if captures else ():
             cache[-1].zero_()  # the spare page
         self.parts = self._make_parts(inputs)
@@ -177,13 +179,6 @@ class Runner:
             print(f"warning: {mine.warning}", file=sys.stderr, flush=True)
         return fewest
 
-    def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> Caches:
-        shown = self.rank == 0 and not quiet
-        caches = allocate(self.assembly.caches, pages, self.memory.states, self.device, shown)
-        for cache in caches if poison else ():
-            cache.fill_(float("nan") if cache.is_floating_point() else 255)
-        return caches
-
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
         try:
@@ -241,9 +236,9 @@ class Runner:
             handle.download()  # nobody collects elsewhere
         return handle
 
-    def _over(self, caches: Caches) -> OpByOp:
-        """What runs steps over caches of their own."""
-        return OpByOp(replace(self.parts, caches=caches))
+    def _over(self, pages: int) -> OpByOp:
+        """What runs steps over pages of their own, before there are requests."""
+        return OpByOp(replace(self.parts, caches=with_pages(self.caches, pages, self.device)))
 
     @torch.inference_mode()
     def put_adapter(self, message: PutAdapter) -> None:
@@ -302,10 +297,10 @@ class Runner:
                 progress.advance(1)
 
     def _first_steps(self, length: int | None = None) -> Iterator[StepResult]:
-        """Those of `warm_up_steps`, op by op, over caches of their own; results on rank 0."""
+        """Those of `warm_up_steps`, op by op, over pages of their own; results on rank 0."""
         given = self.config, self.context_length, self.width, length
         plans, count = warm_up_steps(*given)
-        alone = self._over(self._allocate(count, poison=False, quiet=True))
+        alone = self._over(count)
         for plan in plans:
             handle = self._launch(plan, alone)
             if handle.arriving is not None:  # on rank 0; all ranks have its logits
@@ -327,7 +322,7 @@ class Runner:
                 model.vocab_size,
                 self.assembly.lora is not None,
             )
-            alone = self._over(self._allocate(PAGES, poison=False, quiet=True))
+            alone = self._over(PAGES)
             with self.model.only(one_of_each_kind(self.bound, model.layers)):
                 for plan in covering_steps(self.bound, self.config, limits):
                     self._launch(plan, alone)

@@ -22,6 +22,8 @@ class Holdings:
 
     def __init__(self, groups: Sequence[Pages], num_rows: int) -> None:
         self.groups = tuple(groups)
+        self.snapshots = [pages.snapshots for pages in groups if pages.snapshots is not None]
+        self.keeps_states = bool(self.snapshots)
         self.rows = list(range(num_rows))  # free ones, a heap: low rows first
 
     @property

@@ -29,6 +29,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
+_RUNNING, _FINISHED = State.RUNNING, State.FINISHED  # an Enum's own names are slow to look up
 _OPENING = 4  # tokens at a prompt's end among which one that opens reasoning stands
 
 
@@ -154,7 +155,7 @@ class Request:
                 if followed.fault:
                     return message, followed.fault
                 message.finish = "stop"
-            elif self.prompt_len + len(self.output) >= self.max_len:
+            elif len(self.prompt) + len(self.output) >= self.max_len:
                 message.finish = "length"
             if message.finish:
                 break
@@ -191,11 +192,11 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        return self.state is State.RUNNING
+        return self.state is _RUNNING
 
     @property
     def is_finished(self) -> bool:
-        return self.state is State.FINISHED
+        return self.state is _FINISHED
 
     @property
     def can_prefill(self) -> bool:
@@ -205,7 +206,7 @@ class Request:
     @property
     def can_decode(self) -> bool:
         """Whether one more token is wanted after the last sampled one, as far as is known."""
-        if not (self.is_running and self.on_device and self.total_len < self.max_len):
+        if not (self.on_device and self.is_running) or self.total_len >= self.max_len:
             return False
         return not self.awaits_token
 

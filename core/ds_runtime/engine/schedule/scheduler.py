@@ -107,8 +107,13 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
+        snapshots = self.holdings.snapshots
         return msgspec.structs.replace(
             self._stats,
+            snapshots_total=sum(made.pool.num_pages for made in snapshots),
+            snapshots_kept=sum(made.num_kept for made in snapshots),
+            snapshot_hits=sum(made.num_hits for made in snapshots),
+            snapshots_evicted=sum(made.num_evicted for made in snapshots),
             running=len(self.running),
             waiting=len(self.waiting),
             pages_free=self.holdings.num_free,
@@ -145,14 +150,14 @@ class Scheduler:
         spare = budget - len(decodes)  # for drafts
         for request in decodes:
             if request.is_running and self._grow(request):
-                length = 1 + self._num_verified(request, spare)
+                length = 1 + (self._num_verified(request, spare) if request.num_drafts else 0)
                 plan.works.append(self._work(request, length))
                 planned.append(request)
                 spare -= length - 1
         budget = spare + len(decodes) - len(planned)
         room = self._sizing.open(plan)
-        for request in self.running:
-            if budget and request.can_prefill and not room.is_full:
+        for request in [r for r in self.running if not r.on_device]:
+            if budget and not room.is_full:
                 budget -= self._prefill(request, budget, plan, planned, room)
         for request in self._admissions() if budget and not room.is_full else ():
             plan.init.append(request.row_init())
@@ -185,9 +190,10 @@ class Scheduler:
         start, decodes, guide = request.num_computed, request.on_device, request.guide
         stop = start + length
         sample = decodes or stop == request.total_len
-        asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        asks_prompt = start + 1 < request.prompt_len and request.wants_prompt_logprobs
         drafts = self._drafts if sample else 0
-        self.holdings.of(request).advance(request)
+        if self.holdings.keeps_states:
+            self.holdings.of(request).advance(request)
         if drafts:  # the draft layer goes on behind the last token
             self._cover(request, length + self.limits.draft_room)
         work = Work(
@@ -310,8 +316,8 @@ class Scheduler:
                 messages += self._take(request, work, outcome, None)
             elif outcome.broken is not None:
                 messages.append(self._break(request, outcome.broken))
-            else:
-                self._computed(request, work.start + work.length)
+            elif request.is_running:  # else it was preempted
+                self.holdings.of(request).share(request, work.start + work.length)
         if fresh:
             self._stats.late_masks += self._underway.begin(fresh)
         return messages + self.followed()
@@ -345,14 +351,6 @@ class Scheduler:
         )
         return Failed(request.rid, "broken", said)
 
-    def _computed(self, request: Request, end: int, proved: bool = False) -> None:
-        """The KV of tokens below `end` is there: others may read it, unless it was preempted.
-        proved: logits that were computed from it are finite.
-        """
-        if not request.is_running:
-            return
-        self.holdings.of(request).share(request, end, proved)
-
     def _take(
         self, request: Request, work: Work, outcome: WorkResult, followed: Followed | None
     ) -> list[Tokens | Failed]:
@@ -370,8 +368,9 @@ class Scheduler:
             if not request.num_pending:  # else another step was planned behind this one
                 request.is_verifying, request.drafts = False, outcome.drafts
                 request.draft_parents = outcome.draft_parents
-        if broken is None:
-            self._computed(request, work.start + work.length - drafted - 1 + kept, proved=True)
+            if broken is None:
+                end = work.start + work.length - drafted - 1 + kept
+                self.holdings.of(request).share(request, end, proved=True)
         stats.generated_tokens += kept
         if drafted:
             stats.verified += 1

@@ -129,7 +129,9 @@ class StepInputs:
             blocks = [w.row for w in works] + [self._spare // self.width] * dummies
             added.blocks = upload.add(np.array(blocks, np.int64))
         if frame is None and run is None:
-            added.logit_rows = upload.add(_logit_rows(works))
+            one = rows.nodes is _NONE
+            wanted = np.arange(len(works), dtype=np.int64) if one else _logit_rows(works)
+            added.logit_rows = upload.add(wanted)
         adapts = run is None and any(w.adapter >= 0 for w in works)
         if adapts if frame is None else frame.adapts:
             added.adapters = upload.add(_row_adapters(works, frame))

@@ -32,20 +32,18 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
     """Sort a step's logit rows into draws and prompt scores. prompt_of: the prompt in a row."""
     found = Wanted()
     for i, work in enumerate(plan.works):
-        begin, found.rows = found.rows, found.rows + work.logit_rows
+        begin, count = found.rows, work.draws
+        found.rows += count if work.prompt_logprobs is None else work.length
         if work.prompt_logprobs is not None:
             targets = prompt_of(work.row)[work.start + 1 : work.start + work.length + 1]
             found.scores += [(token, work.prompt_logprobs) for token in targets]
             found.score_rows += range(begin, begin + len(targets))
             found.score_works += [i] * len(targets)
-        if work.sample:
-            count = work.draws
-            first = work.start + work.length - count + 1
-            masks = iter(work.masks)
-            found.draws += [
-                Draw(work.row, first + j, work.logprobs, next(masks, b"") or None, j)
-                for j in range(count)
-            ]
+        if count:
+            first, masks = work.start + work.length - count + 1, work.masks
+            for j in range(count):
+                mask = masks[j] or None if j < len(masks) else None
+                found.draws.append(Draw(work.row, first + j, work.logprobs, mask, j))
             found.draw_rows += range(found.rows - count, found.rows)
             found.samplers.append((i, count))
     return found
@@ -114,19 +112,21 @@ class Handle:
         samplers = self.wanted.samplers
         rights = next(host).tolist() if self.accepted else [0] * len(samplers)
         drafts, parents = ([next(host).tolist() for _ in self.drafts] + [(), ()])[:2]
-        owners: list[WorkResult | None] = []  # per draw; None: behind a wrong draft
+        owners, begin, whole = dict[int, WorkResult](), 0, all(finite)
         for (i, count), right in zip(samplers, rights, strict=True):
-            begin, kept = len(owners), right + 1
-            if False in finite[begin : begin + kept]:
-                kept = finite.index(False, begin) - begin
-                works[i].broken = self.wanted.draws[begin + kept].position
-            works[i].tokens = tokens[begin : begin + kept]
-            owners += [works[i]] * kept + [None] * (count - kept)
+            end = begin + right + 1
+            if not whole and False in finite[begin:end]:
+                end = finite.index(False, begin)
+                works[i].broken = self.wanted.draws[end].position
+            works[i].tokens = tokens[begin:end]
+            if self.logprobs:
+                owners.update(dict.fromkeys(range(begin, end), works[i]))
+            begin += count
         for number, (i, _) in enumerate(samplers if drafts else ()):
             if self.plan.works[i].tell_drafts:
                 works[i].drafts = drafts[number]
                 works[i].draft_parents = parents[number] if parents else []
         entries = [pair for group in self.logprobs for pair in group.fetch(host)]
         for draw, entry in sorted(entries, key=lambda pair: pair[0]):
-            if (owner := owners[draw]) is not None:
-                owner.logprobs.append(entry)
+            if draw in owners:  # else it is behind a wrong draft
+                owners[draw].logprobs.append(entry)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -67,7 +68,7 @@ class Row:
     settings: tuple[float, ...]  # of Sample, but for the random number
 
 
-class Draw(NamedTuple):
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """What one row of logits is drawn for. ahead: of how many drafts the token is drawn behind,
     those of the draws right before it.
     """

@@ -31,6 +31,7 @@ class CacheGroup:
     """
 
     kind: ClassVar[str]
+    per_request: ClassVar[bool]  # whether a block is a request's own; else it is a page
     name: str
     layers: tuple[int, ...]
     reads: tuple[tuple[int, int], ...] = ()
@@ -70,6 +71,7 @@ class HistoryGroup(CacheGroup):
     """
 
     kind = "history"
+    per_request = False
     ratio: int = 1
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class StateGroup(CacheGroup):
     """
 
     kind = "state"
+    per_request = True
     rows: int = 1
 
     def __post_init__(self) -> None:
@@ -163,6 +166,11 @@ class Caches:
 
     def __iter__(self) -> Iterator[Tensor]:
         return (cache for _, made in self.groups for cache in made.values())
+
+    @property
+    def states(self) -> Iterator[tuple[LaidGroup, Mapping[int, Tensor]]]:
+        """The groups whose blocks are requests' own."""
+        return ((laid, made) for laid, made in self.groups if laid.group.per_request)
 
     def of(self, group: str, layer: int) -> Tensor:
         """The cache that a layer reads. Raises KeyError where it has none of this group."""

@@ -8,7 +8,7 @@ const share = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 const both = (one, other) => `${seconds(one)} / ${seconds(other)}`;
 
 // name, the figure, how it reads. `c`: {now, last, past, dt}.
-const TILES = [
+export const TILES = [
   ["Tokens out per second", (c) => grown(c.now, c.last, "generation_tokens_total") / c.dt, whole],
   ["Tokens in per second", (c) => grown(c.now, c.last, "prompt_tokens_total") / c.dt, whole],
   ["Running", (c) => read(c.now, "num_requests_running"), whole],
@@ -19,6 +19,7 @@ const TILES = [
   ["Answers ended by NaN", (c) => read(c.now, "corrupted_requests_total"), whole],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
   ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
+  ["Snapshots, kept / gone on from / lost", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
   ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -31,6 +32,15 @@ function latency(name) {
 function cached(c) {
   const asked = grown(c.now, c.past, "prefix_cache_queries_total");
   return asked ? grown(c.now, c.past, "prefix_cache_hits_total") / asked : null;
+}
+
+function snapshots(c) {
+  return read(c.now, "state_snapshots") ? read(c.now, "state_snapshots_kept") : null;
+}
+
+function several(kept, c) {
+  const told = ["state_snapshot_hits_total", "state_snapshots_evicted_total"];
+  return [kept, ...told.map((name) => read(c.now, name))].map(whole).join(" / ");
 }
 
 function chunk(c) {

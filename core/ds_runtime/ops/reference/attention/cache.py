@@ -23,21 +23,25 @@ def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=torch_dtype(facts.kv_dtype), device=device)
 
 
+def _indexable(values: Tensor) -> Tensor:
+    """The same memory, as bytes where torch reads and writes no values of its dtype by index."""
+    return values.view(torch.uint8) if is_fp8(values.dtype) else values
+
+
 def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """`Layout.copy` of layouts whose blocks lie along the first dim and nowhere else."""
-    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache  # torch copies no FP8 by index
+    held = _indexable(cache)
     held.index_copy_(0, targets, held.index_select(0, sources))
 
 
 def export_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
     """`Layout.export` of such layouts."""
-    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
-    return held.index_select(0, blocks).view(torch.uint8).flatten(1)
+    return _indexable(cache).index_select(0, blocks).view(torch.uint8).flatten(1)
 
 
 def restore_blocks(cache: Tensor, blocks: Tensor, exported: Tensor) -> None:
     """`Layout.restore` of such layouts."""
-    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
+    held = _indexable(cache)
     shape = (exported.shape[0], *cache.shape[1:])
     held.index_copy_(0, blocks, exported.contiguous().view(held.dtype).view(shape))
 
@@ -50,10 +54,8 @@ def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) ->
     rows = torch.cat((latent[real], k_rope[real]), dim=-1)
     if is_fp8(cache.dtype):  # saturate: torch's cast makes NaN of what is too large
         largest = torch.finfo(cache.dtype).max
-        bytes_ = cache.view(torch.uint8)
-        bytes_[page, row] = rows.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
-    else:
-        cache[page, row] = rows.to(cache.dtype)
+        rows = rows.clamp(-largest, largest)
+    _indexable(cache)[page, row] = _indexable(rows.to(cache.dtype))
 
 
 def gather_rows(cache: Tensor, pages: Tensor, start: int, length: int) -> Tensor:
@@ -61,9 +63,7 @@ def gather_rows(cache: Tensor, pages: Tensor, start: int, length: int) -> Tensor
     page_size = cache.shape[1]
     tokens = torch.arange(start, start + length, device=cache.device)
     owners = pages[tokens // page_size].to(torch.int64)
-    if is_fp8(cache.dtype):  # torch has no gather of FP8
-        return cache.view(torch.uint8)[owners, tokens % page_size].view(cache.dtype)
-    return cache[owners, tokens % page_size]
+    return _indexable(cache)[owners, tokens % page_size].view(cache.dtype)
 
 
 def cache_gather(
