@@ -60,6 +60,7 @@ from ds_runtime.parallel.torch_platform import TorchPlatform
 from ds_runtime.platform import exports
 from ds_runtime.platform.contract import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 from ds_runtime.platform.library import Library
+from ds_runtime.platform.page_copies import Copying, LayerBlocks, PageCopies, TorchPageCopies
 from ds_runtime.platform.probe import (
     DeviceError,
     device_nodes,
@@ -172,6 +173,7 @@ __all__ = [
     "Communicator",
     "Compiles",
     "ConfigError",
+    "Copying",
     "Declared",
     "DecodePart",
     "DeviceError",
@@ -190,6 +192,7 @@ __all__ = [
     "Groups",
     "HistoryGroup",
     "Kernel",
+    "LayerBlocks",
     "Layout",
     "Library",
     "Limits",
@@ -198,6 +201,7 @@ __all__ = [
     "MlaWeights",
     "Op",
     "Packed",
+    "PageCopies",
     "PartRequest",
     "Phase",
     "Place",
@@ -221,6 +225,7 @@ __all__ = [
     "Spelling",
     "StateGroup",
     "TorchCommunicator",
+    "TorchPageCopies",
     "TorchPlatform",
     "UnsupportedError",
     "Weight",

@@ -1,27 +1,31 @@
-"""Pages that go from one engine to another: the contract, and its reference in host memory.
+"""Blocks of caches that go from one engine to another: the contract, and what its keepers share.
 
-The engine that wants pages reads them from the one that has them. It hands out pages of its own
+The engine that wants blocks reads them from the one that has them. It hands out blocks of its own
 again only when `poll` has told of the read, or `release` has given it up. What a peer says of
 itself is plain data, and every number in it has a bound.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar, NamedTuple, Protocol
 
 import msgspec
-import torch
+from msgspec import Meta
+from torch import Tensor
 
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.ops.contract import load_attr
-from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches, LaidGroup
+from ds_runtime.platform.page_copies import LayerBlocks, PageCopies
 
 MOST_BYTES = 1 << 18  # of a description, or of a notice
-MOST_PAGES = 1 << 16  # of one read
+MOST_BLOCKS = 1 << 16  # of one read
 MOST_NOTICES = 1 << 12  # that wait to be taken
+_COUNT = 1 << 40
+
+Count = Annotated[int, Meta(ge=0, le=_COUNT)]
+Word = Annotated[str, Meta(max_length=64)]
+Numbers = Annotated[list[Count], Meta(max_length=MOST_BLOCKS)]
 
 
 class TransferError(DsRuntimeError):
@@ -29,20 +33,35 @@ class TransferError(DsRuntimeError):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """The pages of one layer of one group. page: bytes of one, as its layout exports it."""
+    """The blocks of one layer of one group. size: bytes of one, as its layout exports it."""
 
-    group: str
-    layer: int
-    page: int
+    group: Word
+    layer: Count
+    size: Count
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What an engine says of itself. origin: the root of its pages' keys (`kv.keys`)."""
+    """What an engine says of itself.
 
-    name: str
-    origin: bytes
-    pages: int
-    regions: list[Region]
+    kind: of the transfer; those of one kind understand each other. name: never given twice.
+    origin: the root of its pages' keys (`kv.keys`). pages, states: how many blocks there are for
+    either. where: the transfer's own, how to reach it.
+    """
+
+    kind: Word
+    name: Word
+    origin: Annotated[bytes, Meta(max_length=64)]
+    pages: Count
+    states: Count
+    regions: Annotated[list[Region], Meta(max_length=1 << 14)]
+    where: bytes = b""
+
+
+class Blocks(NamedTuple):
+    """Blocks by their numbers: of all history groups, and of all state groups."""
+
+    pages: Sequence[int] = ()
+    states: Sequence[int] = ()
 
 
 class Ticket(NamedTuple):
@@ -53,165 +72,165 @@ class Ticket(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """Reads that have ended since: all pages are here, or why they are not."""
+    """What has ended since: reads whose blocks are all here, those that failed and why, and peers
+    that are gone. Nothing is written to the blocks of any of these reads any more."""
 
     finished: list[Ticket]
     failed: list[tuple[Ticket, str]]
+    lost: list[str]
 
 
 class KvTransfer(Protocol):
-    """Behaviour of what moves pages. One thread calls it; nothing waits for a peer."""
+    """Behaviour of what moves blocks. One thread calls it, the one that queues steps; nothing waits
+    for a peer.
+    """
 
-    def register(self, caches: Caches, pages: int) -> None:
-        """Say which caches pages are read from and written to."""
+    def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
+        """Say which caches are read from and written to, and how many blocks peers may name."""
 
     def describe(self) -> bytes:
         """What a peer needs to attach: at most `MOST_BYTES`."""
         ...
 
     def attach(self, description: bytes) -> str:
-        """Returns the peer's name. Raises TransferError for what is no description, or for pages
-        of another origin."""
+        """Returns the peer's name; it knows this engine, too, and either may notify the other.
+        Raises TransferError for what is no description, or for blocks of another origin."""
         ...
 
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int], tag: str) -> Ticket:
-        """Begin to copy pages `remote` of a peer to `local`. Raises TransferError for pages that
+    def read(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+        """Begin to copy blocks `remote` of a peer to `local`. Raises TransferError for blocks that
         are not there."""
         ...
 
     def poll(self) -> Polled:
-        """What has ended since the last call."""
+        """Go on with all that is under way, here and for peers. Called often: by an engine between
+        its steps, and while it has none."""
         ...
 
     def notify(self, peer: str, notice: bytes) -> None:
-        """Send a peer a few bytes; they are lost if it is gone."""
+        """Send a peer a few bytes, in order; they are lost if it is gone."""
 
     def notices(self) -> list[tuple[str, bytes]]:
         """(peer, bytes) that have come since the last call."""
         ...
 
     def release(self, ticket: Ticket) -> None:
-        """Give a read up, if it has not ended: nothing is written to its pages any more."""
+        """Give a read up, if it has not ended: nothing is written to its blocks any more."""
+
+    def close(self) -> None:
+        """Leave: peers see this engine as gone."""
 
 
-@dataclass(slots=True)
-class _PageRead:
-    ticket: Ticket
-    peer: str
-    local: list[int]
-    remote: list[int]
+class Layers:
+    """The layers of all caches that blocks go between, in the order in which their bytes do."""
 
-
-class HostTransfer:
-    """The reference: engines of one process, whose pages go through host memory. net: those that
-    can reach each other, by name."""
-
-    def __init__(self, name: str, origin: bytes, net: dict[str, HostTransfer]) -> None:
-        self.name, self.origin = name, origin
-        self._net = net
-        self._caches, self._pages = Caches(()), 0
-        self._peers: dict[str, Description] = {}
-        self._reads: deque[_PageRead] = deque()
-        self._notices: list[tuple[str, bytes]] = []
-        self._count = 0
-        net[name] = self
-
-    def register(self, caches: Caches, pages: int) -> None:
-        """As KvTransfer."""
-        self._caches, self._pages = caches, pages
-
-    def _regions(self) -> list[Region]:
-        return [
-            Region(laid.group.name, layer, laid.page_bytes)
-            for laid, made in self._caches.groups
-            for layer in (made if laid.group.blocks(1, 0) else ())
+    def __init__(self, caches: Caches) -> None:
+        self._all = [
+            (laid, number, cache) for laid, made in caches.groups for number, cache in made.items()
         ]
+
+    def __iter__(self) -> Iterator[tuple[LaidGroup, int, Tensor]]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def regions(self) -> list[Region]:
+        """As a description has them."""
+        return [Region(laid.group.name, n, laid.page_bytes) for laid, n, _ in self._all]
+
+    def numbers(self, layer: int, blocks: Blocks) -> Sequence[int]:
+        """Those of some blocks that are one layer's."""
+        return self._all[layer][0].group.blocks(blocks.pages, blocks.states)
+
+    def size(self, layer: int) -> int:
+        """Bytes of one block of one layer."""
+        return self._all[layer][0].page_bytes
+
+    def some(self, layer: int, numbers: Sequence[int], host: Tensor) -> LayerBlocks:
+        """Some blocks of one layer, and host memory for them: [bytes] uint8."""
+        laid, _, cache = self._all[layer]
+        return LayerBlocks(cache, laid.layout, numbers, host.view(len(numbers), laid.page_bytes))
+
+
+class Transfer:
+    """What every KvTransfer has alike: its description, and the checks of what peers say and
+    readers ask. One of a plugin may start here, and needs not."""
+
+    kind: ClassVar[str] = ""
+
+    def __init__(self, name: str, origin: bytes) -> None:
+        self.name, self.origin = name, origin
+        self.layers = Layers(Caches(()))
+        self._peers: dict[str, Description] = {}
+        self._pages = self._states = self._count = 0
+
+    def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
+        """As KvTransfer."""
+        self.layers, self._copies = Layers(caches), copies
+        self._pages, self._states = pages, states
+
+    def where(self) -> bytes:
+        """How peers reach this one."""
+        return b""
 
     def describe(self) -> bytes:
         """As KvTransfer."""
-        said = Description(self.name, self.origin, self._pages, self._regions())
-        return msgspec.msgpack.encode(said)
+        given = self.kind, self.name, self.origin, self._pages, self._states
+        return msgspec.msgpack.encode(Description(*given, self.layers.regions, self.where()))
 
-    def attach(self, description: bytes) -> str:
-        """As KvTransfer."""
+    def admit(self, description: bytes) -> Description:
+        """What a peer said of itself, if blocks may come from it. Raises TransferError."""
         if len(description) > MOST_BYTES:
             raise TransferError(
                 f"a peer's description has {len(description)} bytes, the limit is {MOST_BYTES}"
             )
         try:
             said = msgspec.msgpack.decode(description, type=Description)
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise TransferError(f"what a peer said of itself is no description: {e}") from e
-        if said.origin != self.origin or said.regions != self._regions():
+        if said.name == self.name:
+            raise TransferError(f"peer {said.name!r} is this engine itself: its pages are here")
+        if said.kind != self.kind:
+            raise TransferError(
+                f"peer {said.name!r} moves pages by {said.kind!r}, and this engine by "
+                f"{self.kind!r}: load the same plugins in both"
+            )
+        if said.origin != self.origin or said.regions != self.layers.regions:
             raise TransferError(
                 f"peer {said.name!r}: its pages are of another model, adapter, layout, page size, "
                 "dtype or salt, and mean nothing here: start both engines alike"
             )
-        self._peers[said.name] = said
-        return said.name
+        return said
 
-    def read(self, peer: str, local: Sequence[int], remote: Sequence[int], tag: str) -> Ticket:
-        """As KvTransfer."""
+    def ticket(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+        """A new one. Raises TransferError for a read of what is not there."""
         if (said := self._peers.get(peer)) is None:
-            raise TransferError(f"peer {peer!r} is not attached")
-        if len(local) != len(remote) or len(local) > MOST_PAGES or len({*local}) < len(local):
-            raise TransferError(
-                f"a read of {len(remote)} pages to {len(local)}: give each page a place of its "
-                f"own, and {MOST_PAGES} at most"
-            )
-        for which, pages, count in (("here", local, self._pages), ("there", remote, said.pages)):
-            if wrong := [page for page in pages if not 0 <= page < count]:
-                raise TransferError(f"page {wrong[0]} {which}: there are {count}")
+            raise TransferError(f"peer {peer!r} is not attached, or gone")
+        kinds = (
+            ("page", local.pages, remote.pages, self._pages, said.pages),
+            ("state", local.states, remote.states, self._states, said.states),
+        )
+        for word, here, there, own, others in kinds:
+            if len(here) != len(there) or len(here) > MOST_BLOCKS or len({*here}) < len(here):
+                raise TransferError(
+                    f"a read of {len(there)} {word}s to {len(here)}: give each a place of its own, "
+                    f"and {MOST_BLOCKS} at most"
+                )
+            for which, numbers, count in (("here", here, own), ("there", there, others)):
+                if wrong := [n for n in numbers if not 0 <= n < count]:
+                    raise TransferError(f"{word} {wrong[0]} {which}: there are {count}")
         self._count += 1
-        ticket = Ticket(self._count, tag)
-        self._reads.append(_PageRead(ticket, peer, [*local], [*remote]))
-        return ticket
+        return Ticket(self._count, tag)
 
-    def poll(self) -> Polled:
-        """As KvTransfer. Copies are made here."""
-        polled = Polled([], [])
-        while self._reads:
-            read = self._reads.popleft()
-            other = self._net.get(read.peer)
-            if other is None:
-                polled.failed.append((read.ticket, f"peer {read.peer!r} is gone"))
-                continue
-            if max(read.remote, default=0) >= other._pages:
-                said = f"peer {read.peer!r} has {other._pages} pages, and had said more"
-                polled.failed.append((read.ticket, said))
-                continue
-            self._copy(other, read)
-            polled.finished.append(read.ticket)
-        return polled
+    def holds(self, blocks: Blocks) -> bool:
+        """Whether a peer names blocks that are here."""
+        pages, states = max(blocks.pages, default=-1), max(blocks.states, default=-1)
+        return pages < self._pages and states < self._states
 
-    def _copy(self, other: HostTransfer, read: _PageRead) -> None:
-        for laid, made in self._caches.groups:
-            take, put = load_attr(laid.layout.export), load_attr(laid.layout.restore)
-            for layer, cache in made.items() if laid.group.blocks(1, 0) else ():
-                source = other._caches.of(laid.group.name, layer)
-                there = torch.tensor(read.remote, dtype=torch.int64, device=source.device)
-                here = torch.tensor(read.local, dtype=torch.int64, device=cache.device)
-                put(cache, here, take(source, there).cpu().to(cache.device))
 
-    def notify(self, peer: str, notice: bytes) -> None:
-        """As KvTransfer."""
-        if len(notice) > MOST_BYTES:
-            raise TransferError(f"a notice of {len(notice)} bytes, the limit is {MOST_BYTES}")
-        if (other := self._net.get(peer)) is not None:
-            if len(other._notices) >= MOST_NOTICES:
-                raise TransferError(f"peer {peer!r} has not taken the last {MOST_NOTICES} notices")
-            other._notices.append((self.name, notice))
-
-    def notices(self) -> list[tuple[str, bytes]]:
-        """As KvTransfer."""
-        come, self._notices = self._notices, []
-        return come
-
-    def release(self, ticket: Ticket) -> None:
-        """As KvTransfer."""
-        self._reads = deque(read for read in self._reads if read.ticket != ticket)
-
-    def close(self) -> None:
-        """Leave: reads of others from here fail."""
-        self._net.pop(self.name, None)
-        self._reads.clear()
+def check_notice(notice: bytes) -> None:
+    """Raises TransferError for one that is too long."""
+    if len(notice) > MOST_BYTES:
+        raise TransferError(f"a notice of {len(notice)} bytes, the limit is {MOST_BYTES}")

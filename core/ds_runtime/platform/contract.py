@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_runtime.config import EngineConfig
+    from ds_runtime.platform.page_copies import PageCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,16 @@ class Platform(ABC):
     def graph_backend(self, rank: int = 0) -> GraphBackend:
         """How steps of local rank `rank` are captured; asked where `captures` is true."""
         raise UnsupportedError(f"platform {self.name} captures no steps: use --disable-graph")
+
+    def page_copies(self, rank: int = 0) -> PageCopies:
+        """How blocks of caches go from local rank `rank`'s device to host memory and back.
+
+        The default copies with torch, on a stream of its own where the device has streams; override
+        it where the device's own means do it faster.
+        """
+        from ds_runtime.platform.page_copies import TorchPageCopies
+
+        return TorchPageCopies(self.device(rank))
 
     def ceilings(self, rank: int = 0) -> Ceilings:
         """Measure local rank `rank`'s device: seconds of work, and up to a quarter of free memory.

@@ -21,6 +21,7 @@ from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers, QuantLoader
 from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend, Platform
+from ds_runtime.platform.page_copies import PageCopies
 from ds_runtime.plugins.manager import PluginReport, Plugins
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
@@ -117,8 +118,10 @@ def verdicts(
     plugin: str,
     wanted: Wanted,
     backend: GraphBackend | None = None,
+    copies: PageCopies | None = None,
 ) -> Iterator[Verdict]:
-    """One verdict after the other, in the order of the offers. Samples run on one thread."""
+    """One verdict after the other, in the order of the offers. Samples run on one thread. copies:
+    the platform's; None: torch's."""
     offers = plugins.offers(facts_for(device, "float32"))
     providers = {provider for provider, owner in plugins.owners.items() if owner == plugin}
     every = by_kernel(subjects(plugins, device, providers))
@@ -131,7 +134,7 @@ def verdicts(
     for layout in layouts_of(offers, providers):
         if wanted.asks(LAYOUT, layout.tag):
             own = [c for c in wanted.checks if c in LAYOUT_QUESTIONS]
-            yield Verdict(layout, check_layout(layout, device, own))
+            yield Verdict(layout, check_layout(layout, device, own, copies))
 
 
 def questioned(offers: Offers, providers: Collection[str]) -> list[QuantLoader]:

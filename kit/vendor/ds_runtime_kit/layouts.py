@@ -13,6 +13,7 @@ from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Offers, load_attr
 from ds_runtime.ops.contracts.caches import HistoryGroup, StateGroup
 from ds_runtime.ops.kernel import Layout
+from ds_runtime.platform.page_copies import LayerBlocks, PageCopies, TorchPageCopies
 from ds_runtime_kit.checks.conformance import TRUE_DIMS, CaseResult, facts_for
 
 LAYOUT = "layout"  # stands for an op's name
@@ -34,6 +35,7 @@ class Laid:
 
     layout: Layout
     facts: Facts
+    copies: PageCopies
 
     def made(self, blocks: int = BLOCKS) -> Tensor:
         """One layer's cache."""
@@ -122,21 +124,64 @@ def _exports(laid: Laid) -> str:
     return "" if torch.equal(there, after) else "blocks 3 and 0, restored as 1 and 2, are others"
 
 
+def _host(laid: Laid) -> str:
+    """Two layers, one of which is written just before it is saved, and read as soon as it is
+    there: copies keep the order of what is queued."""
+    caches, others = [laid.made(), laid.made()], [laid.made(), laid.made()]
+    before = [_filled(_held(cache), seed) for seed, cache in enumerate(caches)]
+    after = [_filled(_held(cache), seed + 2) for seed, cache in enumerate(others)]
+    owned = [_owned(laid, laid.made(), block) for block in range(BLOCKS)]
+    hosts = [laid.copies.buffer(3, laid.block).fill_(7) for _ in caches]
+    if hosts[0].device.type != "cpu" or hosts[0].shape != (3, laid.block):
+        return f"buffer gives {list(hosts[0].shape)} on {hosts[0].device}, not host memory"
+    for cache, bytes_ in zip(caches, before, strict=True):
+        _held(cache).zero_()
+        _held(cache).copy_(bytes_)
+    saved = laid.copies.save(_layers(laid, caches, (3, 0), hosts))
+    saved.finish()
+    if not all(saved.ended(layer) for layer in range(2)):
+        return "save: a copy has not ended, though all have finished"
+    if any(not torch.equal(host[2], torch.full_like(host[2], 7)) for host in hosts):
+        return "save writes beyond the host memory that it was given"
+    loaded = laid.copies.load(_layers(laid, others, (1, 2), hosts))
+    for layer, (there, source) in enumerate(zip(after, before, strict=True)):
+        for block, target in ((3, 1), (0, 2)):
+            there[owned[target]] = source[owned[block]]
+        loaded.wait(layer)
+        if not torch.equal(_held(others[layer]), there):
+            return f"layer {layer}: blocks 3 and 0, saved and loaded as 1 and 2, are others"
+    laid.copies.load([LayerBlocks(others[0], laid.layout, (), hosts[0][:0])]).finish()
+    loaded.finish()
+    unchanged = zip(caches, before, strict=True)
+    return "" if all(torch.equal(_held(c), b) for c, b in unchanged) else "save changes the cache"
+
+
+def _layers(
+    laid: Laid, caches: list[Tensor], blocks: tuple[int, ...], hosts: list[Tensor]
+) -> list[LayerBlocks]:
+    pairs = zip(caches, hosts, strict=True)
+    return [LayerBlocks(c, laid.layout, blocks, host[: len(blocks)]) for c, host in pairs]
+
+
 QUESTIONS: Mapping[str, Callable[[Laid], str]] = {
     "blocks": _blocks,
     "bytes": _bytes,
     "copies": _copies,
     "exports": _exports,
+    "host": _host,
 }
 
 
 def check_layout(
-    layout: Layout, device: DeviceInfo, questions: Collection[str] = ()
+    layout: Layout,
+    device: DeviceInfo,
+    questions: Collection[str] = (),
+    copies: PageCopies | None = None,
 ) -> list[CaseResult]:
     """Returns what each question (default: all of `QUESTIONS`) found in every group whose blocks
-    have as many entries as the layout takes."""
-    found = []
-    for label, dtype, laid in _subjects(layout, device):
+    have as many entries as the layout takes. copies: the platform's; None: torch's."""
+    found, copies = [], copies or TorchPageCopies(torch.device(device.type))
+    for label, dtype, laid in _subjects(layout, device, copies):
         for name, ask in QUESTIONS.items():
             if questions and name not in questions:
                 continue
@@ -148,26 +193,28 @@ def check_layout(
     return found
 
 
-def _subjects(layout: Layout, device: DeviceInfo) -> Iterator[tuple[str, str, Laid]]:
+def _subjects(
+    layout: Layout, device: DeviceInfo, copies: PageCopies
+) -> Iterator[tuple[str, str, Laid]]:
     """In every group under the first facts that it takes, and in pages under the others."""
     sizes, some = layout.page_sizes, dict(_GROUPS)
     for dtype, kept in _DTYPES:
         facts = facts_for(device, dtype, TRUE_DIMS, _PAGE, kept)
         groups = {label: group.within(facts, undo) for label, (group, undo) in some.items()}
         groups |= {f"blocks of {n}": replace(facts, page_size=n) for n in sizes}
-        if not _holds(layout, facts):
+        if not _holds(Laid(layout, facts, copies)):
             continue
         some = {"pages": _GROUPS["pages"]}
         for label, own in groups.items():
             if not sizes or own.page_size in sizes:
-                yield label, kept, Laid(layout, own)
+                yield label, kept, Laid(layout, own, copies)
 
 
-def _holds(layout: Layout, facts: Facts) -> bool:
+def _holds(laid: Laid) -> bool:
     """Whether it has entries of this dtype: one that has not knows no size of them, or refuses."""
     try:
-        Laid(layout, facts).made(1)
-        return layout.bytes_per_token(facts) > 0
+        laid.made(1)
+        return laid.layout.bytes_per_token(laid.facts) > 0
     except (KeyError, UnsupportedError):
         return False
 

@@ -23,6 +23,7 @@ from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import DeviceInfo, QuantLoader
 from ds_runtime.ops.kernel import Layout
 from ds_runtime.platform.contract import GraphBackend
+from ds_runtime.platform.page_copies import PageCopies
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
@@ -80,8 +81,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ids = ["-".join((*key, question)) for key in found for question in questions]
     cases += [_of_loader(loader, question) for loader in loaders for question in QUESTIONS]
     ids += [f"{LOADER}-{x.full_name}-{question}" for x in loaders for question in QUESTIONS]
+    copies = platform.page_copies(0)
     for layout in layouts_of(offers, providers):
-        cases += [_of_layout(layout, device, question) for question in LAYOUT_QUESTIONS]
+        cases += [_of_layout(layout, device, question, copies) for question in LAYOUT_QUESTIONS]
         ids += [f"{LAYOUT}-{layout.tag}-{question}" for question in LAYOUT_QUESTIONS]
     metafunc.parametrize("conformance", cases, ids=ids, indirect=True)
 
@@ -106,8 +108,8 @@ def _of_loader(loader: QuantLoader, question: str) -> Case:
     return "", lambda: check_loader(loader, (question,))
 
 
-def _of_layout(layout: Layout, device: DeviceInfo, question: str) -> Case:
-    return "", lambda: check_layout(layout, device, (question,))
+def _of_layout(layout: Layout, device: DeviceInfo, question: str, copies: PageCopies) -> Case:
+    return "", lambda: check_layout(layout, device, (question,), copies)
 
 
 def _fail(results: Iterable[CaseResult]) -> None:

@@ -11,29 +11,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.kv import transfer
+from ds_runtime.kv import host_transfer
 from ds_runtime.kv.caches import allocate
+from ds_runtime.kv.host_transfer import HostTransfer
 from ds_runtime.kv.keys import Origin, page_keys
 from ds_runtime.kv.pages import PagePool
-from ds_runtime.kv.transfer import MOST_BYTES, Description, HostTransfer, TransferError
+from ds_runtime.kv.transfer import MOST_BYTES, Blocks, Description, TransferError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
 FACTS = Facts(DeviceInfo("cpu", "a CPU", "x86"), {"kv_lora": 3, "qk_rope": 1}, page_size=4)
 GROUPS = (HistoryGroup("kv", (0, 1)), HistoryGroup("far", (0,), ratio=4), StateGroup("near", (0,)))
-PAGES = 6
+PAGES, STATES = 6, 3
+CPU = torch.device("cpu")
 ORIGIN = Origin("sha", (("kv", "latent_pages.v1"), ("far", "pairs.v1")), ("bfloat16",), 16)
 
 
 def made(name, net, origin=b"same", pages=PAGES):
     laid = [LaidGroup(g, LATENT_PAGES, g.within(FACTS)) for g in GROUPS]
-    caches = allocate(laid, pages, 2, torch.device("cpu"))
+    caches = allocate(laid, pages, STATES, CPU)
     for cache in caches:
         cache.copy_(torch.rand_like(cache))
     one = HostTransfer(name, origin, net)
-    one.register(caches, pages)
+    one.register(caches, pages, STATES, TorchPageCopies(CPU))
     return one, caches
 
 
@@ -44,22 +47,34 @@ def pair():
     return here, there, list(own), list(others)
 
 
+@st.composite
+def blocks_of_both(draw):
+    """Blocks here, each a place of its own, and there."""
+    pages = draw(st.lists(st.integers(0, PAGES - 1), unique=True, max_size=PAGES))
+    states = draw(st.lists(st.integers(0, STATES - 1), unique=True, max_size=STATES))
+    there = [draw(st.integers(0, PAGES - 1)) for _ in pages]
+    return Blocks(pages, states), Blocks(there, [draw(st.integers(0, STATES - 1)) for _ in states])
+
+
+def assert_read(own, before, others, local, remote):
+    """The blocks that were read are the others', and all else is as before."""
+    for cache, old, other, of in zip(own, before, others, (0, 0, 0, 1), strict=True):
+        for block in range(len(cache)):
+            read = block in local[of]
+            wanted = other[remote[of][local[of].index(block)]] if read else old[block]
+            assert torch.equal(cache[block], wanted)
+
+
 @given(data=st.data())
 @settings(max_examples=examples(40), deadline=None)
-def test_pages_come_byte_for_byte_and_others_stay(data):
+def test_blocks_come_byte_for_byte_and_others_stay(data):
     here, _, own, others = pair()
-    local = data.draw(st.lists(st.integers(0, PAGES - 1), unique=True, max_size=PAGES))
-    remote = [data.draw(st.integers(0, PAGES - 1)) for _ in local]
+    local, remote = data.draw(blocks_of_both())
     before = [cache.clone() for cache in own]
     ticket = here.read("there", local, remote, "r")
     assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True)), "nothing before a poll"
-    assert here.poll() == ([ticket], []) and here.poll() == ([], [])
-    for cache, old, other in zip(own[:3], before, others, strict=False):
-        for page in range(PAGES):
-            from_there = page in local
-            wanted = other[remote[local.index(page)]] if from_there else old[page]
-            assert torch.equal(cache[page], wanted)
-    assert torch.equal(own[3], before[3]), "a state is no page"
+    assert here.poll() == ([ticket], [], []) and here.poll() == ([], [], [])
+    assert_read(own, before, others, local, remote)
 
 
 @pytest.mark.parametrize("when", ["before", "begun", "ended"])
@@ -71,29 +86,29 @@ def test_no_page_is_lost_when_either_side_ends(when, who):
     if when == "before":
         gone.close()
     pages = pool.alloc(3)
-    ticket = here.read("there", pages, [0, 1, 2], "r")
+    ticket = here.read("there", Blocks(pages), Blocks([0, 1, 2]), "r")
     if when == "begun":
         gone.close()
     polled = here.poll()
     if when == "ended":
         gone.close()
     if who == "here" and when == "begun":
-        assert polled == ([], [])
+        assert polled == ([], [], [])
         here.release(ticket)
     elif who == "there" and when != "ended":
-        assert polled == ([], [(ticket, "peer 'there' is gone")])
+        assert polled == ([], [(ticket, "peer 'there' is gone")], ["there"])
     else:
-        assert polled == ([ticket], [])
+        assert polled == ([ticket], [], [])
     pool.free(pages)
-    assert pool.num_free == PAGES and here.poll() == ([], [])
+    assert pool.num_free == PAGES and here.poll()[:2] == ([], [])
 
 
 def test_a_read_that_was_given_up_writes_nothing():
     here, _, own, _ = pair()
     before = [cache.clone() for cache in own]
-    kept, given_up = here.read("there", [1], [0], "a"), here.read("there", [2], [0], "b")
+    kept, given_up = (here.read("there", Blocks([n]), Blocks([0]), "r") for n in (1, 2))
     here.release(given_up)
-    assert here.poll() == ([kept], [])
+    assert here.poll() == ([kept], [], [])
     assert all(torch.equal(a[2], b[2]) for a, b in zip(own[:3], before, strict=False))
 
 
@@ -103,23 +118,25 @@ def test_a_read_that_was_given_up_writes_nothing():
         ([0], [PAGES], "page 6 there: there are 6"),
         ([-1], [0], "page -1 here"),
         ([0, 1], [0], "1 pages to 2"),
-        ([0, 0], [0, 1], "a place of its own"),
+        ([0, 0], [0, 1], "give each a place of its own"),
         (list(range(1 << 17)), list(range(1 << 17)), "65536 at most"),
     ],
 )
 def test_a_read_of_what_is_not_there_is_refused(local, remote, said):
     here, *_ = pair()
     with pytest.raises(TransferError, match=said):
-        here.read("there", local, remote, "r")
+        here.read("there", Blocks(local), Blocks(remote), "r")
+    with pytest.raises(TransferError, match="state 3 there: there are 3"):
+        here.read("there", Blocks(states=[0]), Blocks(states=[STATES]), "r")
     with pytest.raises(TransferError, match="'nobody' is not attached"):
-        here.read("nobody", [0], [0], "r")
-    assert here.poll() == ([], [])
+        here.read("nobody", Blocks([0]), Blocks([0]), "r")
+    assert here.poll() == ([], [], [])
 
 
 @given(garbage=st.binary(max_size=60))
 def test_what_is_no_description_is_refused(garbage):
     here, _ = made("here", {})
-    with pytest.raises(TransferError, match=r"is no description|mean nothing here"):
+    with pytest.raises(TransferError, match=r"is no description|mean nothing here|moves pages by"):
         here.attach(garbage)
 
 
@@ -129,10 +146,16 @@ def test_pages_of_another_origin_and_long_words_are_refused():
     other, _ = made("other", net, origin=b"another")
     with pytest.raises(TransferError, match="peer 'other': its pages are of another model"):
         here.attach(other.describe())
+    with pytest.raises(TransferError, match="'here' is this engine itself"):
+        here.attach(here.describe())
     fewer = msgspec.msgpack.decode(here.describe(), type=Description)
+    with pytest.raises(TransferError, match="'here' is this engine itself"):
+        here.attach(here.describe())
     fewer = msgspec.structs.replace(fewer, name="x", regions=fewer.regions[:1])
     with pytest.raises(TransferError, match="mean nothing here"):
         here.attach(msgspec.msgpack.encode(fewer))
+    with pytest.raises(TransferError, match="moves pages by 'rdma', and this engine by 'host'"):
+        here.attach(msgspec.msgpack.encode(msgspec.structs.replace(fewer, kind="rdma")))
     with pytest.raises(TransferError, match=f"the limit is {MOST_BYTES}"):
         here.attach(bytes(MOST_BYTES + 1))
     with pytest.raises(TransferError, match=f"the limit is {MOST_BYTES}"):
@@ -143,9 +166,11 @@ def test_a_peer_with_fewer_pages_than_it_said_fails_the_read_alone():
     net: dict = {}
     (here, own), (there, _) = made("here", net), made("there", net)
     said = msgspec.msgpack.decode(there.describe(), type=Description)
-    here.attach(msgspec.msgpack.encode(msgspec.structs.replace(said, pages=10**15)))
+    here.attach(msgspec.msgpack.encode(msgspec.structs.replace(said, pages=10**12)))
     before = next(iter(own)).clone()
-    bad, good = here.read("there", [0], [5000], "a"), here.read("there", [1], [2], "b")
+    bad, good = (
+        here.read("there", Blocks([mine]), Blocks([its]), "r") for mine, its in ((0, 5000), (1, 2))
+    )
     polled = here.poll()
     assert polled.finished == [good]
     assert polled.failed == [(bad, f"peer 'there' has {PAGES} pages, and had said more")]
@@ -153,7 +178,7 @@ def test_a_peer_with_fewer_pages_than_it_said_fails_the_read_alone():
 
 
 def test_notices_that_nobody_takes_are_bounded(monkeypatch):
-    monkeypatch.setattr(transfer, "MOST_NOTICES", 3)
+    monkeypatch.setattr(host_transfer, "MOST_NOTICES", 3)
     here, there, *_ = pair()
     for _ in range(3):
         here.notify("there", b"done")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.platform.page_copies import LayerBlocks, TorchPageCopies
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import facts_for
 from ds_runtime_kit.conform import LAYOUT, Wanted, verdicts
 from ds_runtime_kit.layouts import QUESTIONS, check_layout, layouts_of
 
 CPU = DeviceInfo("cpu", "a CPU", "x86")
+FACTS = Facts(CPU, {}, page_size=4)
 WIDTH = 3
 
 
@@ -113,6 +116,103 @@ def test_a_mistake_is_named(layout, check, said):
     assert all(r.ok for r in check_layout(own(), CPU))
     wrong = [r for r in check_layout(layout, CPU) if not r.ok]
     assert any(r.check == check and said in r.failure for r in wrong)
+
+
+class Swaps(TorchPageCopies):
+    """Takes one layer for the other."""
+
+    def load(self, layers):
+        hosts = [one.host for one in layers]
+        return super().load(
+            [one._replace(host=h) for one, h in zip(layers, hosts[::-1], strict=True)]
+        )
+
+
+class SavesLate(TorchPageCopies):
+    """Nothing of it is there when it says so."""
+
+    def save(self, layers):
+        return super().save([one._replace(host=one.host.clone()) for one in layers])
+
+
+class LoadsMore(TorchPageCopies):
+    def load(self, layers):
+        for one in layers:
+            one.cache[4] = one.cache[0]
+        return super().load(layers)
+
+
+class Device(TorchPageCopies):
+    def buffer(self, blocks, size):
+        return torch.empty(blocks, size, dtype=torch.uint8, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("copies", "said"),
+    [
+        (Swaps, "layer 0: blocks 3 and 0, saved and loaded as 1 and 2, are others"),
+        (SavesLate, "are others"),
+        (LoadsMore, "are others"),
+        (Device, "on meta, not host memory"),
+    ],
+)
+def test_a_mistake_of_a_platforms_copies_is_named(copies, said):
+    made = copies(torch.device("cpu"))
+    wrong = [r for r in check_layout(own(), CPU, ("host",), made) if not r.ok]
+    assert wrong and all(r.check == "host" and said in r.failure for r in wrong)
+
+
+class Main:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def __str__(self) -> str:
+        return "main"
+
+    def wait_event(self, event) -> None:
+        self._streams.done.append(f"main waits for {event.name}")
+
+
+class Streams:
+    """torch's module of a device that has streams: what is queued, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def Stream(self, device):
+        return SimpleNamespace(
+            wait_stream=lambda other: self.done.append(f"side waits for {other}")
+        )
+
+    def current_stream(self, device):
+        return Main(self)
+
+    def stream(self, side):
+        return nullcontext(self.done.append("on the side"))
+
+    def Event(self):
+        number = sum("record" in done for done in self.done)
+        one = SimpleNamespace(name=f"event {number}", query=lambda: True)
+        one.record = lambda stream: self.done.append(f"record {one.name}")
+        one.synchronize = lambda: self.done.append(f"host waits for {one.name}")
+        return one
+
+
+def test_copies_run_beside_and_in_order():
+    """They begin behind what was queued, each layer has an event of its own, and only who asks
+    waits."""
+    copies, streams = TorchPageCopies(torch.device("cpu")), Streams()
+    copies._runtime, copies._stream = streams, streams.Stream(None)
+    caches = [good(4, FACTS, torch.device("cpu")) for _ in range(3)]
+    host = torch.zeros(1, 4 * WIDTH * 4, dtype=torch.uint8)
+    queued = copies.load([LayerBlocks(c, own(), (1,), host) for c in caches])
+    begun = ["side waits for main", "on the side", "record event 0", "record event 1"]
+    assert streams.done == [*begun, "record event 2"]
+    assert queued.ended(1)
+    queued.wait(1)
+    assert streams.done[-1] == "main waits for event 1"
+    queued.finish()
+    assert streams.done[-1] == "host waits for event 2"
 
 
 def test_conform_asks_layouts():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.kernel import Layout
@@ -19,6 +19,7 @@ from ds_runtime.ops.kernel import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 _NONE: Mapping[int, Tensor] = {}
 KV, INDEX = "kv", "index"  # the groups of latents, and of the index keys of sparse attention
 
@@ -55,8 +56,9 @@ class CacheGroup:
         """What a page size must be a multiple of."""
         return 1
 
-    def blocks(self, pages: int, states: int) -> int:
-        """Blocks of one layer, where there are so many pages, and so many states of requests."""
+    def blocks(self, pages: T, states: T) -> T:
+        """Of the two the one that is about this group's blocks: numbers of pages and of states of
+        requests give the blocks of one layer."""
         raise NotImplementedError
 
     def within(self, facts: Facts, undo: int = 0) -> Facts:
@@ -86,7 +88,7 @@ class HistoryGroup(CacheGroup):
     def entries(self, page_size: int, undo: int = 0) -> int:
         return page_size // self.ratio
 
-    def blocks(self, pages: int, states: int) -> int:
+    def blocks(self, pages: T, states: T) -> T:
         return pages
 
 
@@ -109,7 +111,7 @@ class StateGroup(CacheGroup):
     def entries(self, page_size: int, undo: int = 0) -> int:
         return self.rows + undo
 
-    def blocks(self, pages: int, states: int) -> int:
+    def blocks(self, pages: T, states: T) -> T:
         return states
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODES = ("test", "perf", "support")
 CHECKS_HELP = (
     "samples, weights, rows, memory, capture, honesty; of loaders: accepts, values, slices, "
-    "shards, stacks; of layouts: blocks, bytes, copies, exports"
+    "shards, stacks; of layouts: blocks, bytes, copies, exports, host"
 )
 
 
@@ -109,13 +109,13 @@ def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     backend = _backend(platform, args)
     able = [c for c in conform.ALL_CHECKS if c != "capture" or backend is not None]
     wanted = conform.Wanted(args.op, args.kernel, args.check or able)
-    device = platform.device_info(0)
+    device, copies = platform.device_info(0), platform.page_copies(0)
     whole = not (args.op or args.kernel or args.check)
     where = Path(args.receipts) if args.receipts else receipts.folder()
     made = []
     for name in plugins_of(plugins, args.plugin):
         found = []
-        for verdict in conform.verdicts(plugins, device, name, wanted, backend):
+        for verdict in conform.verdicts(plugins, device, name, wanted, backend, copies):
             found.append(verdict)
             if not args.json:
                 print(_line(verdict), flush=True)

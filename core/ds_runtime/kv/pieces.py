@@ -1,0 +1,110 @@
+"""What goes between two `SocketTransfer`: their words, and blocks in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
+
+from ds_runtime.kv.shared_memory import Offered
+from ds_runtime.kv.transfer import MOST_BYTES, Blocks, Count, Layers, Numbers
+from ds_runtime.platform.page_copies import LayerBlocks
+
+PIECE = 1 << 22  # bytes
+SLOTS = 4  # pieces that one reader has not taken yet
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first word to a peer. memory: for pieces that it reads here."""
+
+    description: Annotated[bytes, Meta(max_length=MOST_BYTES)]
+    memory: Offered | None = None
+
+
+class Read(msgspec.Struct, tag=True, frozen=True):
+    """Blocks that are wanted. shared: pieces are found in the memory that was offered."""
+
+    number: Count
+    pages: Numbers
+    states: Numbers
+    shared: bool
+
+
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """A piece is in its slot, or here."""
+
+    number: Count
+    index: Count
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+    data: bytes = b""
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """A slot may be filled again."""
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """No more of this read is wanted."""
+
+    number: Count
+
+
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """No more of this read will come."""
+
+    number: Count
+    why: Annotated[str, Meta(max_length=500)]
+
+
+class Notice(msgspec.Struct, tag=True, frozen=True):
+    """Of the engine's own."""
+
+    data: Annotated[bytes, Meta(max_length=MOST_BYTES)]
+
+
+Words = Hello | Read | Piece | Taken | Cancel | Stopped | Notice
+
+
+class Part(NamedTuple):
+    """Blocks [first, last) of one layer's."""
+
+    layer: int
+    first: int
+    last: int
+
+
+def pieces_of(layers: Layers, blocks: Blocks, most: int) -> Iterator[list[Part]]:
+    """All blocks of all layers in pieces of `most` bytes at most: the same at both ends."""
+    piece, room = list[Part](), most
+    for layer in range(len(layers)):
+        first, size = 0, layers.size(layer)
+        left = len(layers.numbers(layer, blocks))
+        while left:
+            if not (count := min(left, room // size)):
+                yield piece
+                piece, room = [], most
+                continue
+            piece.append(Part(layer, first, first + count))
+            first, left, room = first + count, left - count, room - count * size
+    if piece:
+        yield piece
+
+
+def placed(
+    layers: Layers, piece: list[Part], blocks: Blocks, host: Tensor
+) -> list[LayerBlocks] | None:
+    """A piece's blocks and their bytes, one behind the other; None if these are fewer."""
+    found, at = list[LayerBlocks](), 0
+    for layer, first, last in piece:
+        end = at + (last - first) * layers.size(layer)
+        if end > len(host):
+            return None
+        numbers = layers.numbers(layer, blocks)[first:last]
+        found.append(layers.some(layer, numbers, host[at:end]))
+        at = end
+    return found

@@ -1,0 +1,340 @@
+"""KvTransfer between processes: words by sockets, bytes by memory that both share, else by sockets.
+
+Who has the blocks exports them into slots, a piece at a time, tells the reader of each, and fills
+a slot again once the reader has taken it. Both work in their `poll`, so that a read goes on as fast
+as both engines come by.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ds_runtime.kv.mailbox import Mailbox, Where
+from ds_runtime.kv.pieces import (
+    PIECE,
+    SLOTS,
+    Cancel,
+    Hello,
+    Notice,
+    Part,
+    Piece,
+    Read,
+    Stopped,
+    Taken,
+    Words,
+    pieces_of,
+    placed,
+)
+from ds_runtime.kv.shared_memory import Slots, open_shared, share
+from ds_runtime.kv.transfer import (
+    MOST_BLOCKS,
+    MOST_BYTES,
+    MOST_NOTICES,
+    Blocks,
+    Description,
+    Polled,
+    Ticket,
+    Transfer,
+    TransferError,
+    check_notice,
+)
+from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.platform.page_copies import Copying, PageCopies
+
+MOST_PEERS = 64
+MOST_READS = 64  # of one peer
+
+
+@dataclass(slots=True)
+class _Serving:
+    """A peer's read of blocks that are here."""
+
+    number: int
+    blocks: Blocks
+    shared: bool
+    pieces: Iterator[list[Part]]
+    index: int = 0
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A piece that is on its way into a slot."""
+
+    piece: Piece
+    length: int
+    shared: bool
+    layers: int
+    copying: Copying
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A read of a peer's blocks. next: the piece that is due, None behind the last."""
+
+    ticket: Ticket
+    local: Blocks
+    remote: Blocks
+    pieces: Iterator[list[Part]]
+    index: int = 0
+    next: list[Part] | None = None
+    landing: deque[tuple[int, int, Copying]] = field(default_factory=deque)  # slot, layers
+
+
+@dataclass(slots=True)
+class _Peer:
+    """own: slots for what it reads here; theirs: those of what is read there, where they can be
+    had. met: it has said hello."""
+
+    own: Slots | None
+    theirs: Slots | None = None
+    met: bool = False
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    serving: deque[_Serving] = field(default_factory=deque)
+    saving: deque[_Saving] = field(default_factory=deque)
+    reading: dict[int, _Reading] = field(default_factory=dict)
+
+
+class SocketTransfer(Transfer):
+    """address: where to listen, as `Mailbox`. share_memory: where both ends are on one machine."""
+
+    kind = "socket"
+
+    def __init__(self, origin: bytes, address: str, share_memory: bool = True) -> None:
+        super().__init__(secrets.token_hex(16), origin)
+        self._address, self._shares, self._size = address, share_memory, PIECE
+        self._open: dict[str, _Peer] = {}
+        self._notices: deque[tuple[str, bytes]] = deque()
+        self._polled = Polled([], [], [])
+
+    def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
+        """As KvTransfer. Raises TransferError where the address cannot be had."""
+        super().register(caches, pages, states, copies)
+        self._size = max(PIECE, *(region.size for region in self.layers.regions), 0)
+        self._mail = Mailbox(self.name, self._address, self._size + 16 * MOST_BLOCKS + MOST_BYTES)
+
+    def where(self) -> bytes:
+        """As Transfer."""
+        return msgspec.msgpack.encode(self._mail.where)
+
+    def attach(self, description: bytes) -> str:
+        """As KvTransfer."""
+        said = self.admit(description)
+        if said.name not in self._peers:
+            self._meet(said)
+        return said.name
+
+    def _meet(self, said: Description, heard: bool = False) -> None:
+        if len(self._peers) >= MOST_PEERS:
+            raise TransferError(f"{MOST_PEERS} peers are attached: that is the limit")
+        try:
+            where = msgspec.msgpack.decode(said.where, type=Where)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise TransferError(f"peer {said.name!r} does not say where it is: {e}") from e
+        self._mail.open(said.name, where, heard)
+        own = share(self._size, SLOTS) if self._shares else None
+        self._peers[said.name], self._open[said.name] = said, _Peer(own)
+        self._mail.send(said.name, Hello(self.describe(), own.offered if own else None))
+
+    def read(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+        """As KvTransfer."""
+        ticket, there = self.ticket(peer, local, remote, tag), self._open[peer]
+        pieces = pieces_of(self.layers, local, self._size)
+        read = _Reading(ticket, local, remote, pieces, next=next(pieces, None))
+        there.reading[ticket.number] = read
+        if there.met:
+            self._ask(peer, there, read)
+        return ticket
+
+    def _ask(self, name: str, peer: _Peer, read: _Reading) -> None:
+        shared = peer.theirs is not None
+        pages, states = list(read.remote.pages), list(read.remote.states)
+        self._mail.send(name, Read(read.ticket.number, pages, states, shared))
+
+    def poll(self) -> Polled:
+        """As KvTransfer."""
+        for name, message in self._mail.receive(Words):
+            self._take(name, message)
+        for name, why in self._mail.lost():
+            self._lose(name, why)
+        for name, peer in self._open.items():
+            self._serve(name, peer)
+            for read in list(peer.reading.values()):
+                self._land(name, peer, read)
+        polled, self._polled = self._polled, Polled([], [], [])
+        return polled
+
+    # ---- words of peers ----
+
+    def _take(self, name: str, message: Words) -> None:
+        if isinstance(message, Hello):
+            return self._greeted(name, message)
+        if (peer := self._open.get(name)) is None:
+            return
+        if isinstance(message, Read):
+            self._asked(name, peer, message)
+        elif isinstance(message, Piece):
+            self._come(name, peer, message)
+        elif isinstance(message, Taken):
+            if message.slot not in peer.free and all(
+                s.piece.slot != message.slot for s in peer.saving
+            ):
+                peer.free.append(message.slot)
+        elif isinstance(message, Cancel):
+            peer.serving = deque(s for s in peer.serving if s.number != message.number)
+        elif isinstance(message, Stopped):
+            if (read := peer.reading.get(message.number)) is not None:
+                self._fail(peer, read, f"peer {name!r}: {message.why}")
+        elif len(self._notices) < MOST_NOTICES:
+            self._notices.append((name, message.data))
+        else:
+            self._lose(name, f"told more than {MOST_NOTICES} notices that nobody took", drop=True)
+
+    def _greeted(self, name: str, message: Hello) -> None:
+        try:
+            said = self.admit(message.description)
+            if said.name != name:
+                return
+            if name not in self._peers:
+                self._meet(said, heard=True)
+        except TransferError:
+            return  # it waits for an answer in vain, and then says so to whoever sent it
+        peer = self._open[name]
+        if not peer.met:
+            peer.met = True
+            if message.memory is not None and self._shares:
+                peer.theirs = open_shared(message.memory, self._size, SLOTS)
+            for read in peer.reading.values():
+                self._ask(name, peer, read)
+
+    def _asked(self, name: str, peer: _Peer, message: Read) -> None:
+        blocks, why = Blocks(message.pages, message.states), ""
+        if not self.holds(blocks):
+            why = f"there are {self._pages} pages and {self._states} states"
+        elif len(peer.serving) >= MOST_READS:
+            why = f"{MOST_READS} reads are under way: that is the limit"
+        elif message.shared and peer.own is None:
+            why = "it shares no memory"
+        if why:
+            return self._mail.send(name, Stopped(message.number, why))
+        pieces = pieces_of(self.layers, blocks, self._size)
+        peer.serving.append(_Serving(message.number, blocks, message.shared, pieces))
+
+    # ---- blocks that peers read here ----
+
+    def _serve(self, name: str, peer: _Peer) -> None:
+        while peer.serving and peer.free:
+            read = peer.serving[0]
+            if (piece := next(read.pieces, None)) is None:
+                peer.serving.popleft()
+                continue
+            slot = peer.free.pop()
+            host = peer.own[slot] if read.shared and peer.own else self._buffer(peer, slot)
+            found = placed(self.layers, piece, read.blocks, host)
+            assert found is not None, "a piece is larger than its slot"
+            length = sum(one.host.numel() for one in found)
+            said, copying = Piece(read.number, read.index, slot), self._copies.save(found)
+            peer.saving.append(_Saving(said, length, read.shared, len(found), copying))
+            read.index += 1
+        while peer.saving and peer.saving[0].copying.ended(peer.saving[0].layers - 1):
+            saved = peer.saving.popleft()
+            said = saved.piece
+            if not saved.shared:
+                held = self._buffer(peer, said.slot)[: saved.length]
+                said = msgspec.structs.replace(said, data=held.numpy().tobytes())
+            self._mail.send(name, said)
+
+    def _buffer(self, peer: _Peer, slot: int) -> Tensor:
+        if slot not in peer.buffers:
+            peer.buffers[slot] = self._copies.buffer(1, self._size)[0]
+        return peer.buffers[slot]
+
+    # ---- blocks that are read from peers ----
+
+    def _come(self, name: str, peer: _Peer, message: Piece) -> None:
+        read = peer.reading.get(message.number)
+        if read is None:  # it was given up
+            return self._mail.send(name, Taken(message.slot))
+        host = peer.theirs[message.slot] if peer.theirs else _bytes(message.data)
+        due, found = read.next, None
+        if due is not None and message.index == read.index:
+            found = placed(self.layers, due, read.local, host)
+        if found is None:
+            self._mail.send(name, Cancel(message.number))
+            self._mail.send(name, Taken(message.slot))
+            return self._fail(peer, read, f"peer {name!r} sent another piece than was due")
+        read.landing.append((message.slot, len(found), self._copies.load(found)))
+        read.next, read.index = next(read.pieces, None), read.index + 1
+
+    def _land(self, name: str, peer: _Peer, read: _Reading) -> None:
+        while read.landing and read.landing[0][2].ended(read.landing[0][1] - 1):
+            slot, _, copying = read.landing.popleft()
+            copying.finish()
+            self._mail.send(name, Taken(slot))
+        if not read.landing and read.next is None:
+            del peer.reading[read.ticket.number]
+            self._polled.finished.append(read.ticket)
+
+    def _fail(self, peer: _Peer, read: _Reading, why: str) -> None:
+        for _, _, copying in read.landing:
+            copying.finish()
+        del peer.reading[read.ticket.number]
+        self._polled.failed.append((read.ticket, why))
+
+    def _lose(self, name: str, why: str, drop: bool = False) -> None:
+        if drop:
+            self._mail.drop(name)
+        peer = self._open.pop(name)
+        del self._peers[name]
+        self._settle(peer)
+        for read in list(peer.reading.values()):
+            self._fail(peer, read, f"peer {name!r} {why}")
+        self._polled.lost.append(name)
+
+    @staticmethod
+    def _settle(peer: _Peer) -> None:
+        """Nothing is written to its slots any more."""
+        for saved in peer.saving:
+            saved.copying.finish()
+
+    def notify(self, peer: str, notice: bytes) -> None:
+        """As KvTransfer."""
+        check_notice(notice)
+        self._mail.send(peer, Notice(notice))
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        """As KvTransfer."""
+        come, self._notices = list(self._notices), deque()
+        return come
+
+    def release(self, ticket: Ticket) -> None:
+        """As KvTransfer."""
+        for name, peer in self._open.items():
+            if (read := peer.reading.pop(ticket.number, None)) is not None:
+                self._mail.send(name, Cancel(ticket.number))
+                for slot, _, copying in read.landing:
+                    copying.finish()
+                    self._mail.send(name, Taken(slot))
+
+    def close(self) -> None:
+        """As KvTransfer."""
+        for peer in self._open.values():
+            self._settle(peer)
+            for read in peer.reading.values():
+                for _, _, copying in read.landing:
+                    copying.finish()
+        self._open.clear()
+        self._peers.clear()
+        self._mail.close()
+
+
+def _bytes(data: bytes) -> Tensor:
+    """[length] uint8, of its own."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
