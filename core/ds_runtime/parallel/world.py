@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
 from ds_runtime.platform.contract import Communicator
 
@@ -13,9 +14,10 @@ class World:
 
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
+    in_order: sums add the ranks in their order, whatever their size.
     """
 
-    def __init__(self, mesh: Mesh, everyone: Communicator) -> None:
+    def __init__(self, mesh: Mesh, everyone: Communicator, in_order: bool = False) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
         solo: Communicator = SoloCommunicator()
         made: dict[tuple[Group, ...], Communicator] = {(tuple(range(mesh.size)),): everyone}
@@ -24,7 +26,8 @@ class World:
             groups = mesh.groups(axis)
             if mesh.extent(axis) > 1 and groups not in made:
                 made[groups] = _split(everyone, groups)
-            self._groups[axis] = made[groups] if mesh.extent(axis) > 1 else solo
+            own = made[groups] if mesh.extent(axis) > 1 else solo
+            self._groups[axis] = InOrder(own) if in_order and own.size > 1 else own
 
     @classmethod
     def alone(cls) -> World:
