@@ -115,8 +115,8 @@ class Facts:
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
     `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: the device's link.
-    `batch_invariant`: a row of the model (`role` "target") must have its own bits, so a kernel does
-    the same arithmetic for it however many rows a call has.
+    `batch_invariant`: see `own_bits`, where a kernel does the same arithmetic for a row however
+    many others a call has.
     """
 
     device: DeviceInfo
@@ -142,6 +142,12 @@ class Facts:
     phase: Phase = "any"
     weight_format: str = ""
     shape: tuple[int, ...] = ()
+
+    @property
+    def own_bits(self) -> bool:
+        """Whether rows must have bits of their own here. Drafts need not: what they are does not
+        show in what is drawn."""
+        return self.batch_invariant and self.role != DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +240,8 @@ class Kernel:
     (closed world). `contract` is the version of the contract that it was written for. `numerics`
     names the row of the op's tolerance that applies where the arithmetic is coarser than the
     compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a row's bits
-    depend on that row alone, not on how many others there are, where `Facts.batch_invariant` asks
-    for it; conformance holds a kernel to it. `bits`: kernels of an op that name the same tag give a
+    depend on that row alone, not on how many others there are, where `Facts.own_bits` asks for it;
+    conformance holds a kernel to it. `bits`: kernels of an op that name the same tag give a
     row the same bits, so that they may divide calls by rows there, too.
     `rows` says which calls it serves, where several kernels divide them, `footprint` what it takes
     and reads of memory, and `compiles` how calls are compiled before they are needed.

@@ -74,7 +74,7 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
 
 def _instead(kernels: Iterable[Kernel], facts: Facts, tag: str) -> tuple[str, ...]:
     """Those better than the reference that nothing but --batch-invariant keeps out."""
-    better = (k for k in kernels if invariant.asked(facts) and k.rank > RANK_REFERENCE)
+    better = (k for k in kernels if facts.own_bits and k.rank > RANK_REFERENCE)
     return tuple(k.name for k in better if invariant.alone(refusals(k, facts, tag)))
 
 
@@ -273,11 +273,11 @@ class Binder:
             said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
             if pin:
                 raise ConfigError(f"{pin}: refused for {op.name} at {site.path}: {said}")
-            if invariant.asked(facts):
+            if facts.own_bits:
                 said += f"; {invariant.NONE_LEFT}"
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], note_of(accepted[0])
-        if invariant.asked(facts):
+        if facts.own_bits:
             accepted = invariant.alike(accepted)
         if (shares := shares_of(accepted)) is not None:
             self.shares[_place(site)] = shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ds_runtime.ops.contract import DRAFT, Facts, Fixable, Kernel
+from ds_runtime.ops.contract import Facts, Fixable, Kernel
 
 _OUT = "leave --batch-invariant out"
 NO_BITS = Fixable("a row's bits may hang on other rows: not batch-invariant", _OUT)
@@ -12,15 +12,9 @@ NO_SHARE = Fixable("serves calls of some sizes alone, whose bits no other kernel
 NONE_LEFT = f"install or build what one of them lacks, or {_OUT}"
 
 
-def asked(facts: Facts) -> bool:
-    """Whether rows must have bits of their own here. Drafts need not: what they are does not show
-    in what is drawn."""
-    return facts.batch_invariant and facts.role != DRAFT
-
-
 def refusals(kernel: Kernel, facts: Facts) -> Iterator[str]:
     """Why a kernel is left out."""
-    if asked(facts):
+    if facts.own_bits:
         if not (kernel.batch_invariant and kernel.deterministic):
             yield NO_BITS
         if kernel.rows.bounded and not kernel.bits:
