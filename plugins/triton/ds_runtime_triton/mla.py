@@ -15,8 +15,9 @@ from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
 _MOST = 64  # splits of a row, a power of two
-_PIECE = 256  # tokens of a split, where rows must have bits of their own
-_HELD = 1 << 28  # bytes of partial results at a time then
+# Where rows must have bits of their own: tokens of a split at least, splits, and bytes of partial
+# results at a time.
+_PIECE, _FEW, _HELD = 256, 16, 1 << 28
 _AT_ONCE = 8  # whose sums are read together
 
 
@@ -110,9 +111,10 @@ class MlaDecode:
         splits, each, least = self._splits(state, rows * blocks, waves, config), rows, 1
         if self.own_bits:
             least = _PIECE // config["BLOCK_N"]
-            splits = min(cdiv(state.table.shape[1] * state.page_size, _PIECE), _MOST)
-            each = max(1, _HELD // (heads * splits * self.latent * 4)) if splits > 1 else rows
-        size = min(rows, each) * heads * splits if splits > 1 else 1
+            splits = min(cdiv(state.table.shape[1] * state.page_size, _PIECE), _FEW)
+            each = max(1, _HELD // (heads * splits * self.latent * 4))
+        parted = splits > 1 or self.own_bits
+        size = min(rows, each) * heads * splits if parted else 1
         partial = torch.empty(size, self.latent, dtype=torch.float32, device=q.device)
         sums = torch.empty(size, dtype=torch.float32, device=q.device)
         wide, high = pow2(self.latent, 16), pow2(self.rope, 16)
@@ -123,10 +125,10 @@ class MlaDecode:
                 own, cache, state.table, state.owner[some], lens, state.bits[some], into,
                 partial, sums, heads, self.latent, self.rope, scale * log2(e), *q.stride()[:2],
                 *cache.stride()[:2], state.table.stride(0), splits, PAGE=cache.shape[1],
-                SPLIT=splits > 1, LATENT=wide, ROPE=high, TREE=state.tree, LEAST=least,
+                SPLIT=parted, LATENT=wide, ROPE=high, TREE=state.tree, LEAST=least,
                 EXACT=wide == self.latent and high == self.rope, **config,
             )  # fmt: skip
-            if splits > 1:
+            if parted:
                 combine(partial, sums, lens, into, splits, config["BLOCK_N"], least)
         return out
 
