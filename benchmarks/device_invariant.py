@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import torch
 from ds_runtime import LLM, SamplingParams
 from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.shapes import config_of
+from ds_runtime_kit.checks.answers import bits, forced
 
 PROMPT, FIRST, LAST = 512, 33, 161
 COUNTS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 255, 257, 600, 2100)
@@ -64,12 +64,6 @@ def drawn(number: int, vocab: int, longest: int) -> tuple[list[int], SamplingPar
     return prompt[:longest], params
 
 
-def bits(entries: Sequence[Any]) -> list[bytes]:
-    """Tokens and log-probabilities as they are in memory."""
-    pairs = [(e.token, e.logprob, *(x for pair in e.top for x in pair)) for e in entries]
-    return [struct.pack("=" + "qf" * (len(pair) // 2), *pair) for pair in pairs]
-
-
 def answers(llm: LLM, numbers: Sequence[int], vocab: int) -> tuple[list[list[bytes]], list[Any]]:
     asked = [drawn(number, vocab, 400) for number in numbers]
     outputs = llm.generate([p for p, _ in asked], [s for _, s in asked])
@@ -86,18 +80,13 @@ def mixes(model: Any, vocab: int, count: int, ways: Ways, **settings: Any) -> No
         print("\n".join(llm.plan.given_up), flush=True)
         alone = [answers(llm, [n], vocab) for n in range(REQUESTS)]
         own = [found[0] for found, _ in alone]
-        texts = [drawn(n, vocab, 400)[0] + alone[n][1][0].token_ids for n in range(REQUESTS)]
+        outputs = [made[0] for _, made in alone]
     for way, more in ways.items():
         try:
             with LLM(model, **{**settings, **more}) as llm:
                 tell(f"{way}: answers that differ", list(_differing(llm, vocab, count, own)))
-                scored = SamplingParams(max_tokens=1, prompt_logprobs=2, ignore_eos=True)
-                outputs = llm.generate(texts, [scored] * REQUESTS)
-                wrong = [
-                    n
-                    for n, output in enumerate(outputs)
-                    if bits((output.prompt_logprobs or ())[-len(own[n]) :]) != own[n]
-                ]
+                scores = [bits(found) for found in forced(llm, outputs, 2)]
+                wrong = [n for n in range(REQUESTS) if scores[n] != own[n]]
                 tell(f"{way}: texts scored otherwise", wrong)
         except Exception:
             tell(f"{way}: failed", traceback.format_exc()[-1500:])

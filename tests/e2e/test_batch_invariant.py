@@ -7,12 +7,12 @@ their log-probabilities as 32 bits each.
 from __future__ import annotations
 
 import random
-import struct
 from functools import cache
 
 import pytest
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime_kit.checks.answers import bits, check_coarse, check_float32, forced
 
 SETTINGS = {
     "platform": "cpu",
@@ -42,12 +42,6 @@ def drawn(seed):
         logprobs=2,
         ignore_eos=True,
     )
-
-
-def bits(entries):
-    """Tokens and log-probabilities, as they are in memory."""
-    pairs = [(e.token, e.logprob, *(x for pair in e.top for x in pair)) for e in entries]
-    return [struct.pack("=" + "qf" * (len(pair) // 2), *pair) for pair in pairs]
 
 
 def answers(llm, numbers):
@@ -118,13 +112,10 @@ def test_after_preemption(dtype):
 @DTYPES
 def test_a_text_is_scored_as_it_was_sampled(dtype):
     """The log-probabilities of a prompt are, bit for bit, those with which it was drawn."""
-    scored = SamplingParams(max_tokens=1, prompt_logprobs=2, ignore_eos=True)
     with LLM("demo", **SETTINGS, dtype=dtype, chunked_prefill_size=37) as llm:
-        texts = [drawn(n)[0] + alone(dtype)[n][1] for n in range(REQUESTS)]
-        outputs = llm.generate(texts, [scored] * REQUESTS)
-        for number, output in enumerate(outputs):
-            own = alone(dtype)[number][0]
-            assert bits(output.prompt_logprobs[-len(own) :]) == own
+        found, outputs = answers(llm, range(REQUESTS))
+        assert [bits(scores) for scores in forced(llm, outputs, 2)] == found
+        assert found == [own for own, _ in alone(dtype)]
 
 
 @DTYPES
@@ -134,3 +125,15 @@ def test_two_ranks(dtype):
         first = [answers(llm, [number])[0][0] for number in range(6)]
         for numbers in ([0, 1, 2, 3, 4, 5], [5, 5, 3], [4, 2, 0, 1]):
             assert answers(llm, numbers)[0] == [first[n] for n in numbers]
+
+
+def test_without_it_answers_are_alike():
+    """Prompts attend expanded keys and values then."""
+    greedy = SamplingParams(max_tokens=20, logprobs=2, ignore_eos=True)
+    prompts = [drawn(number)[0] for number in range(REQUESTS)]
+    with LLM("demo", **SETTINGS, dtype="float32") as llm:
+        ours = llm.generate(prompts, greedy)
+        with LLM("demo", **{**SETTINGS, "batch_invariant": False}, dtype="float32") as plain:
+            theirs = plain.generate(prompts, greedy)
+        check_float32(ours, theirs)
+        check_coarse(ours, theirs, scored_by=llm)
