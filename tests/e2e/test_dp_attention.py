@@ -18,6 +18,7 @@ from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.errors import ConfigError, RequestError
+from ds_runtime_kit.checks.answers import check_float32
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
@@ -63,16 +64,9 @@ def answers(outputs):
     return [[(c.token_ids, c.text, c.finish_reason) for c in o.outputs] for o in outputs]
 
 
-def logprobs(outputs):
-    entries = [
-        entry for o in outputs for entry in [*(o.prompt_logprobs or ()), *(o.logprobs or ())]
-    ]
-    return [entry.logprob for entry in entries if entry is not None]
-
-
 def same(outputs, expected):
     assert answers(outputs) == answers(expected)
-    assert logprobs(outputs) == pytest.approx(logprobs(expected), abs=1e-4)
+    check_float32(outputs, expected)
 
 
 def ask(llm):

@@ -12,6 +12,7 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+from ds_runtime_kit.checks.answers import check_float32
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1}
 GREEDY = SamplingParams(max_tokens=12, logprobs=3)
@@ -38,14 +39,6 @@ def alone(llm):
     return results
 
 
-def same(found, expected, tolerance=1e-4):
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert [x.logprob for x in ours.logprobs] == pytest.approx(
-            [x.logprob for x in theirs.logprobs], abs=tolerance
-        )
-
-
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(tiny, alone):
     from transformers import DeepseekV3ForCausalLM
 
@@ -66,13 +59,13 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(tiny, alone):
 
 def test_a_batch_equals_each_alone(llm, alone):
     llm.flush_cache()
-    same(llm.generate(prompts(5), GREEDY), alone)
+    check_float32(llm.generate(prompts(5), GREEDY), alone)
 
 
 def test_cached_prefixes_change_nothing(llm, alone):
     llm.generate(prompts(5), GREEDY)
     again = llm.generate(prompts(5), GREEDY)
-    same(again, alone)
+    check_float32(again, alone)
     for output in again:
         expected = (len(output.prompt_token_ids) - 1) // 16 * 16
         assert output.usage.cached_tokens == expected
@@ -81,7 +74,7 @@ def test_cached_prefixes_change_nothing(llm, alone):
 def test_chunks_and_pages_of_any_size_change_nothing(tiny, alone):
     sizes = {"page_size": 4, "chunked_prefill_size": 11, "max_step_tokens": 32, "prefix_chunk": 5}
     with LLM(tiny, **SETTINGS, **sizes) as engine:
-        same(engine.generate(prompts(5), GREEDY), alone)
+        check_float32(engine.generate(prompts(5), GREEDY), alone)
 
 
 def test_preemption_changes_nothing(tiny, alone):

@@ -31,7 +31,7 @@ from ds_runtime_kit.checks.inputs import index_pages
 from ds_runtime_kit.checks.numerics import relative_error
 from ds_runtime_triton import config as config_module
 from ds_runtime_triton import workspace
-from ds_runtime_triton.config import Sizes, tuned
+from ds_runtime_triton.config import ORDERED, Sizes, chosen, tuned
 
 FOLDER = files("ds_runtime_triton") / "configs"
 FILES = sorted(p for p in FOLDER.rglob("*.json") if p.parent != FOLDER)
@@ -92,6 +92,24 @@ def test_every_generic_file_has_a_configuration_for_every_shape():
     for path in FILES:
         if path.parent.name == "generic":
             assert "*" in json.loads(path.read_text())["shapes"]
+
+
+ORDER = ("BLOCK_K", "SPLIT", "SWAP", "DIRECT", "QUANTISED", "APART")  # what bits hang on
+OTHERS = {"TORCH", "VECTOR", "WIDE", "FUSED", "TILES", "DN_SPLIT", "UP_BLOCK_K", "DN_BLOCK_K"}
+
+
+def test_ordered_configurations_differ_in_nothing_that_a_bit_hangs_on():
+    found = set()
+    for path in FILES:
+        sizes = json.loads(path.read_text())["shapes"].get(ORDERED)
+        if sizes is None:
+            continue
+        found.add((path.parent.name, path.stem))
+        assert not any(OTHERS & config.keys() for config in sizes.values())
+        if path.stem != "mla_decode":  # whose sizes are heads, of which a place has one number
+            assert len({tuple(c.get(name) for name in ORDER) for c in sizes.values()}) == 1
+    ops = "linear_dense", "linear_fp8", "experts_dense", "experts_fp8", "absorb", "mla_decode"
+    assert {("generic", op) for op in ops} <= found
 
 
 def test_lookup_goes_from_the_shape_to_the_generic_entry():
@@ -519,10 +537,12 @@ def test_float32_takes_the_generic_files():
     made = {}
     for dtype in ("float32", "bfloat16"):
         given = replace(facts(dtype, heads=128), device=device)
-        made[dtype] = MlaDecode(given).sizes, LinearDense(given).arch, ExpertsDense(given).arch
-    generic = tuned("generic", "mla_decode", "H=128")
-    assert made["float32"] == (generic, "generic", "generic")
-    assert made["bfloat16"] == (tuned("sm90", "mla_decode", "H=128"), "sm90", "sm90")
+        places = LinearDense(given).facts, ExpertsDense(given).facts
+        ops = "linear_dense", "experts_dense"
+        made[dtype] = MlaDecode(given).sizes, *map(chosen, places, ops)
+    for dtype, arch in (("float32", "generic"), ("bfloat16", "sm90")):
+        decode = tuned(arch, "mla_decode", "H=128")
+        assert made[dtype] == (decode, *(tuned(arch, op) for op in ops))
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         interconnect=device.link if several else "none",
         multicast=several and device.multicast,
         deterministic=config.deterministic,
+        batch_invariant=config.batch_invariant,
         quantized=bool(model.quantization) or config.quantize != "none",
         compiled_rows=config.torch_compile_max_bs if config.enable_torch_compile else 0,
     )

@@ -50,14 +50,19 @@ class Plan:
     rows: tuple[PlanRow, ...]
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
+    given_up: tuple[str, ...] = ()  # for --batch-invariant, a sentence each
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with the digest."""
-        return {"format": FORMAT, "digest": self.digest(), **asdict(self)}
+        return {"format": FORMAT, "digest": self.digest(), **self._said()}
+
+    def _said(self) -> dict[str, Any]:
+        found = asdict(self)
+        return found if self.given_up else {k: v for k, v in found.items() if k != "given_up"}
 
     def digest(self) -> str:
         """Hash of all that must agree between ranks."""
-        text = json.dumps(asdict(self), sort_keys=True, default=list)
+        text = json.dumps(self._said(), sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def heavy_references(self) -> list[PlanRow]:
@@ -185,6 +190,7 @@ def render(plan: Plan, verbose: bool = False) -> str:
     lines = [head]
     for name, old_new, plugin, because in plan.changes:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
+    lines += [f"gives up for --batch-invariant: {said}" for said in plan.given_up]
     if not verbose:
         for op, kernels in _by_op(plan.rows).items():
             lines.append(f"{op:<14} {'; '.join(kernels)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -92,7 +93,20 @@ class Assembly:
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),
+            given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
+
+    def _given_up(self) -> Iterator[str]:
+        """What other settings would have, in sentences."""
+        form = "chosen latents" if self.model.indexing is not None else "cached latents"
+        form = "cached keys and values" if self.model.expanded else form
+        yield f"prompts attend {form} row by row, as decode steps do, not in tiles of queries"
+        if self.config.tp > 1:
+            yield f"sums gather the parts of {self.config.tp} ranks, and each adds them in order"
+        served: dict[tuple[str, str, str], None] = {}
+        for made in self.binding.decisions:
+            served |= {(made.op, made.kernel, name): None for name in made.instead}
+        yield from (f"{op}: {kernel} serves in place of {name}" for op, kernel, name in served)
 
     @cached_property
     def caches(self) -> tuple[LaidGroup, ...]:

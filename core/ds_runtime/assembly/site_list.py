@@ -53,6 +53,7 @@ class SiteList:
 
         self.apart = apart(config)
         self._ranks = config.tp, config.attention_tp
+        self._alone = config.batch_invariant
         self._model = model
         self._format_of = with_target(config.quantize, stored)
         self._adapted = lora.modules if lora is not None else frozenset[str]()
@@ -67,7 +68,14 @@ class SiteList:
         """All of them. apart: of the model; drafts have what `self.apart` leaves."""
         (tp, heads_tp), verify = self._ranks, self._verify
         found = model_sites(
-            self._model, self._format_of, tp, apart, self._adapted, verify, heads_tp
+            self._model,
+            self._format_of,
+            tp,
+            apart,
+            self._adapted,
+            verify,
+            heads_tp,
+            alone=self._alone,
         )
         if self._nextn is None:
             return found
@@ -75,7 +83,7 @@ class SiteList:
         if rounded:
             own, head = with_fp8_drafts(own), DRAFT_FORMAT
         return found + nextn_sites(
-            self._model, self._nextn, own, tp, self.apart, verify, heads_tp, head
+            self._model, self._nextn, own, tp, self.apart, verify, heads_tp, head, self._alone
         )
 
 

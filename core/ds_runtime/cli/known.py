@@ -117,10 +117,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enforce-shared-experts-fusion": Spelling(
         "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
-    "--enable-deterministic-inference": refused(
-        "the same bits whatever else runs are not built yet; --deterministic binds kernels that "
-        "give the same bits for the same steps"
-    ),
+    "--enable-deterministic-inference": "batch_invariant",
     "--sampling-backend": nothing("the platform's plugin has the sampler", "one"),
     "--grammar-backend": nothing("one serves all kinds of grammars", "one"),
     # server

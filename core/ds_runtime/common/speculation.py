@@ -35,6 +35,8 @@ class SpeculativeSettings(Protocol):
     @property
     def speculative_adaptive(self) -> bool: ...
     @property
+    def batch_invariant(self) -> bool: ...
+    @property
     def max_step_tokens(self) -> int: ...
 
 
@@ -129,6 +131,11 @@ def check(config: SpeculativeSettings) -> None:
         raise ConfigError(
             f"{flag} {tokens}: a tree of --speculative-num-steps {steps} and "
             f"--speculative-eagle-topk {topk} has {whole} tokens: give at most that"
+        )
+    if topk > 1 and config.batch_invariant:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk} with --batch-invariant: nodes of a tree lie at other "
+            "places of the cache than tokens of an answer, and are added in another order: give 1"
         )
     if found.room > TAIL:
         raise ConfigError(

@@ -34,14 +34,13 @@ from ds_runtime.description.structure import (
     joined,
     model_of,
 )
-from ds_runtime.ops.contract import Phase, Site
+from ds_runtime.ops.contract import DRAFT, Phase, Site
 
 Verify = Literal["", "verify", "tree"]
 # Where attention of several tokens per sequence is bound: those of a chain, and of a tree.
 VERIFY, TREE = f"{ATTENTION}.verify", f"{ATTENTION}.tree"
 INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
 INPUTS = f"{ATTENTION}.inputs"  # the fusion of all before attention, where steps only decode
-DRAFT = "draft"  # the role of a draft layer's sites
 DRAFT_HEAD = "draft_head"  # the site of a copy of the model's head that drafts are drawn by
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
 _BLOCK = 128
@@ -57,6 +56,7 @@ def model_sites(
     attention_tp: int | None = None,
     layers: range | None = None,
     experts: range | None = None,
+    alone: bool = False,
 ) -> list[Site]:
     """All sites of the target model on one of `tp` ranks.
 
@@ -64,10 +64,11 @@ def model_sites(
     heads of attention (default: all). apart: fusions that are not wanted. adapted: modules of the
     checkpoint that have slots for low-rank adapters; of routed experts all of a layer, or none.
     verify: the phase of decode steps with several tokens per sequence, if there are such steps.
-    layers, experts: as in `model_of`.
+    layers, experts: as in `model_of`. alone: every row attends the cache as a sequence of its own,
+    those of prompts and of drafts, too.
     """
     model, ranks = model_of(config, format_of, layers, experts), Ranks(tp, attention_tp or tp)
-    make, sites = _Sites(config, ranks), list[Site]()
+    make, sites = _Sites(config, ranks, alone), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
         sites.append(_made(Site("embed", -1, EMBEDDING), [model.embedding], values))
@@ -75,7 +76,7 @@ def model_sites(
         sites.append(Site("add_rms_norm", -1, "norm"))
     for block in model.blocks:
         sites += make.block(rewritten(block, apart, adapted), verify)
-        sites += () if adapted else make.mla_inputs(block.attention)
+        sites += () if adapted or alone else make.mla_inputs(block.attention)
     if model.head is not None:
         sites.append(make.product(model.head))
         # Drafts are drawn within captured steps, and trees are grown there.
@@ -97,13 +98,14 @@ def nextn_sites(
     verify: Verify = "verify",
     attention_tp: int | None = None,
     head: str = "",
+    alone: bool = False,
 ) -> list[Site]:
     """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
     attention_tp: ranks that divide the heads of attention (default: all). head: the format of its
-    copy of the model's head; none: it has no copy.
+    copy of the model's head; none: it has no copy. alone: as of the model.
     """
     draft, layer = draft_of(config, nextn.layer, format_of), config.layers
-    make = _Sites(config, Ranks(tp, attention_tp or tp))
+    make = _Sites(config, Ranks(tp, attention_tp or tp), alone)
     sites = [
         Site("rms_norm", layer, "nextn"),
         Site("add_rms_norm", layer, "nextn"),
@@ -134,8 +136,8 @@ def _quantising(op: str, into: Site, module: str, phase: Phase = "any") -> list[
 class _Sites:
     """Lists the sites of the parts of a tree, on one of `ranks`."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
+    def __init__(self, config: ModelConfig, ranks: Ranks, alone: bool) -> None:
+        self.config, self.ranks, self.alone = config, ranks, alone
         self.sparse = config.indexing is not None
         self.decode = "mha_decode" if config.expanded else "mla_decode"  # where it is dense
 
@@ -148,7 +150,7 @@ class _Sites:
     def block(self, block: BlockNode, verify: Verify) -> Iterator[Site]:
         layer = block.layer
         yield from (Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block"))
-        if verify == "verify" and not self.sparse:
+        if verify == "verify" and not (self.sparse or self.alone):
             yield Site(self.decode, layer, VERIFY, verify)
         yield from self.attention(block.attention)
         if verify == "tree":
@@ -169,15 +171,15 @@ class _Sites:
         yield Site("rms_norm", layer, at)
         writing = ("rope", "cache_write") if c.expanded else ("mla_prologue",)
         yield from (Site(op, layer, at) for op in writing)
-        for op in ("cache_gather", "mha_prefill", "merge_state"):
+        for op in () if self.alone else ("cache_gather", "mha_prefill", "merge_state"):
             yield Site(op, layer, at, "prefill")
-        if self.sparse:  # decode always, and long prefill
+        if self.sparse and not self.alone:  # decode always, and long prefill
             yield Site("sparse_prefill", layer, at, "prefill")
         yield Site("sparse_decode" if self.sparse else self.decode, layer, at, "decode")
         yield from self.indexer(a.indexer, layer) if a.indexer is not None else ()
         yield self.product(a.kv_b, "mla_absorb")
         yield (output := self.product(a.output))
-        if not self.sparse and c.v_head == _BLOCK:
+        if not (self.sparse or self.alone) and c.v_head == _BLOCK:
             yield from _quantising("mha_prefill_quantize", output, at, "prefill")
         if a.up is not None:
             yield (up := self.product(a.up))

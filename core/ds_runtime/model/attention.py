@@ -120,6 +120,7 @@ class Attention:
             made = self.inputs.makes_keys
             self.indexer = Indexer(config, load, layer, node.indexer, made)
         self.sparse = config.indexing is not None
+        self.expands = load.bound.has("mha_prefill", layer, AT) and not self.sparse
         if not self.sparse:
             self.decode = self._kernel(load, layer, AT)
             # Steps with several tokens per sequence may have a kernel of their own.
@@ -191,11 +192,11 @@ class Attention:
     def project(self, x: Tensor | Codes, step: LayerStep, ahead: bool = False) -> Projected:
         """What every row is for itself: [T, hidden] → its query, and its latent in the cache.
 
-        ahead: and its keys and values of all heads, unless attention is sparse.
+        ahead: and its keys and values of all heads, where prompts attend these.
         """
         q, kv, query, keys = self.inputs(x, step.batch.adapters)
         q = q.view(-1, self.heads, self.qk_head)
-        made = self._cached(q, kv, step, ahead and not self.sparse)
+        made = self._cached(q, kv, step, ahead and self.expands)
         if self.indexer is None:
             return made
         assert isinstance(x, Tensor), "see `quantizes`"

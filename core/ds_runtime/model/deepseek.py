@@ -121,7 +121,8 @@ class DeepSeekModel:
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
         self.world, self.comm, self.exchange = load.world, load.comm, load.exchange
-        self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
+        base, self.dtype = load.bound.base, load.dtype
+        self.scores_all = base.graph_capture or base.batch_invariant  # what a row sees decides else
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
         node = load.tree
@@ -191,7 +192,7 @@ class DeepSeekModel:
         """What a step's layers hand on, where attention is sparse."""
         if (indexing := self.config.indexing) is None:
             return None
-        return Selection.of(batch, indexing.top_k, self.captured, self.page_size)
+        return Selection.of(batch, indexing.top_k, self.scores_all, self.page_size)
 
     def attended_width(self) -> int:
         """Values that attention gives per token, of this rank's heads."""

@@ -71,7 +71,7 @@ class DraftModel:
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         selection, layer = None, model.config.layers
         if (indexing := model.config.indexing) is not None:
-            selection = Selection.of(batch, indexing.top_k, model.captured, model.page_size)
+            selection = Selection.of(batch, indexing.top_k, model.scores_all, model.page_size)
         own = caches.of(KV, layer), model.cos_sin, caches.get(INDEX, layer)
         step = LayerStep(batch, *own, selection)
         x, residual = self.block(self.join(both), None, step, rows, tail)

@@ -109,7 +109,7 @@ class Selection:
 
     @staticmethod
     def of(batch: Batch, top_k: int, always: bool, page_size: int) -> Selection:
-        """always: score decode rows of any length, as captured steps must."""
+        """always: score decode rows of any length, as captured and batch-invariant steps must."""
         made, n = Selection(), batch.num_decode
         seen = (batch.positions + 1).to(torch.int32)
         if (part := batch.decode) is not None:

@@ -24,6 +24,8 @@ RANK_SPECIALISED = 30
 
 FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys in bfloat16
 
+DRAFT = "draft"  # the role of the draft layer's places; others have "target"
+
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
 RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
 
@@ -113,6 +115,8 @@ class Facts:
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
     `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: the device's link.
+    `batch_invariant`: see `own_bits`, where a kernel does the same arithmetic for a row however
+    many others a call has.
     """
 
     device: DeviceInfo
@@ -125,6 +129,7 @@ class Facts:
     interconnect: str = "none"
     multicast: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     graph_capture: bool = False
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
     crowded: frozenset[str] = frozenset()
@@ -137,6 +142,12 @@ class Facts:
     phase: Phase = "any"
     weight_format: str = ""
     shape: tuple[int, ...] = ()
+
+    @property
+    def own_bits(self) -> bool:
+        """Whether rows must have bits of their own here. Drafts need not: what they are does not
+        show in what is drawn."""
+        return self.batch_invariant and self.role != DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +240,9 @@ class Kernel:
     (closed world). `contract` is the version of the contract that it was written for. `numerics`
     names the row of the op's tolerance that applies where the arithmetic is coarser than the
     compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a row's bits
-    depend on that row alone, not on how many others there are; conformance holds a kernel to it.
+    depend on that row alone, not on how many others there are, where `Facts.own_bits` asks for it;
+    conformance holds a kernel to it. `bits`: kernels of an op that name the same tag give a
+    row the same bits, so that they may divide calls by rows there, too.
     `rows` says which calls it serves, where several kernels divide them, `footprint` what it takes
     and reads of memory, and `compiles` how calls are compiled before they are needed.
     """
@@ -246,6 +259,7 @@ class Kernel:
     deterministic: bool = True
     graph_safe: bool = True
     batch_invariant: bool = False
+    bits: str = ""
     note: str = ""
     contract: int = 1
     numerics: str = ""
@@ -325,7 +339,7 @@ class Decision:
     """Who won an op at a site, and every refusal. `lost` are acceptable kernels of lower rank.
 
     converts: in what the weight is held because no kernel reads its own format, or the kernel does
-    not keep it, and what that costs.
+    not keep it, and what that costs. instead: better ones that --batch-invariant alone keeps out.
     """
 
     op: str
@@ -339,6 +353,7 @@ class Decision:
     layout: str = ""
     contract: int = 1
     converts: str = ""
+    instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

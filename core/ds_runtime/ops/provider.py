@@ -27,6 +27,7 @@ class Declared(TypedDict, total=False):
     deterministic: bool
     graph_safe: bool
     batch_invariant: bool
+    bits: str
     note: str
     contract: int
     numerics: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
 from ds_runtime.platform.contract import Communicator
 
@@ -13,9 +14,10 @@ class World:
 
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
+    in_order: sums add the ranks in their order, whatever their size.
     """
 
-    def __init__(self, mesh: Mesh, everyone: Communicator) -> None:
+    def __init__(self, mesh: Mesh, everyone: Communicator, in_order: bool = False) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
         solo: Communicator = SoloCommunicator()
         whole = (tuple(range(mesh.size)),)
@@ -24,9 +26,10 @@ class World:
             for groups in mesh.divisions
         }
         self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
-        self._groups: dict[AxisName, Communicator] = {
-            axis: made[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
-        }
+        self._groups: dict[AxisName, Communicator] = {}
+        for axis in AXES:
+            own = made[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo
+            self._groups[axis] = InOrder(own) if in_order and own.size > 1 else own
 
     @classmethod
     def alone(cls) -> World:

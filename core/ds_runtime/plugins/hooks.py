@@ -43,11 +43,11 @@ def plugin(
     `platform`: the lazy "module:attr" of a `Platform` class. `probe`: of a function without
     arguments that returns a `Refusal`, or None where the plugin can serve; asked before the
     platform is made, and by `ds-runtime plugins` (`PROBE`). `offers`: of a sequence of `Kernel`,
-    `Layout` and `QuantLoader`. `defaults`: the function behind `ds_defaults`. `diagnose`: of a
-    function without arguments that returns (name, text) pairs for `ds-runtime doctor`; not called
-    where the probe refuses. `flags`, `backends`, `environment`: `FLAGS`, `BACKENDS` and
-    `ENVIRONMENT`. `more`: further hooks by their names, such as `ds_cli`. Raises TypeError for a
-    name that is no hook.
+    `Layout` and `QuantLoader`, or of a function of the facts that gives one. `defaults`: the
+    function behind `ds_defaults`. `diagnose`: of a function without arguments that returns (name,
+    text) pairs for `ds-runtime doctor`; not called where the probe refuses. `flags`, `backends`,
+    `environment`: `FLAGS`, `BACKENDS` and `ENVIRONMENT`. `more`: further hooks by their names, such
+    as `ds_cli`. Raises TypeError for a name that is no hook.
     """
 
     def look() -> Refusal | None:
@@ -58,8 +58,9 @@ def plugin(
         return look() or load_attr(platform)()
 
     def ds_ops(facts: Facts) -> Sequence[Kernel | Layout | QuantLoader]:
-        found: Sequence[Kernel | Layout | QuantLoader] = load_attr(offers)
-        return found
+        found: Any = load_attr(offers)
+        made: Sequence[Kernel | Layout | QuantLoader] = found(facts) if callable(found) else found
+        return made
 
     def say() -> list[tuple[str, str]]:
         return [] if look() is not None else list(load_attr(diagnose)())

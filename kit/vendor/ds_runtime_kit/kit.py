@@ -110,7 +110,8 @@ def check_rows(subject: Subject) -> list[CaseResult]:
     kernel, found = subject.kernel, []
     if not kernel.batch_invariant and not kernel.op.own_rows:
         return []
-    cases = cases_for((kernel,), subject.facts)
+    facts = replace(subject.facts, batch_invariant=kernel.batch_invariant)
+    cases = cases_for((kernel,), facts)
     if cases and not rows.can_be_taken_apart(kernel.op):
         lacks = f"declares batch_invariant, and its contract knows no rows of {kernel.op.name}"
         return [_result(subject, cases[0][1], "rows", lacks)]

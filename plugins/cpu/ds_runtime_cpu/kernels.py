@@ -185,7 +185,7 @@ def _by_host(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Ker
 ATTENTION: tuple[Kernel, ...] = (
     _native("mha_prefill", "attention:mha_prefill_native"),
     cpu.offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
-    _native("mla_decode", "attention:mla_decode_native", _native_cache),
+    _native("mla_decode", "attention:mla_decode_native", _native_cache, batch_invariant=True),
     _by_host("mla_decode", "attention:mla_decode_matmul", _matmul_decode),
     _by_host("mha_decode", "attention:mha_decode_matmul", _matmul_decode, layouts=_EXPANDED_PAGES),
     _by_row(
@@ -228,7 +228,7 @@ ATTENTION: tuple[Kernel, ...] = (
     ),
 )
 MOE: tuple[Kernel, ...] = (
-    _panels("experts", "experts:experts_native"),
+    _panels("experts", "experts:experts_native", batch_invariant=True),
     _native("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
     _native("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
     cpu.offer(

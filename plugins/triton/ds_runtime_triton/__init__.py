@@ -16,4 +16,4 @@ def probe(packages: tuple[str, ...] = PACKAGES) -> Refusal | None:
     )
 
 
-hooks = plugin(probe="ds_runtime_triton:probe", offers="ds_runtime_triton.kernels:ALL")
+hooks = plugin(probe="ds_runtime_triton:probe", offers="ds_runtime_triton.kernels:offers")

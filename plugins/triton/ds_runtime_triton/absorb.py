@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
-from ds_runtime_triton.config import Sizes, folder, part_of, tuned
+from ds_runtime_triton.config import Sizes, chosen, part_of
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
 from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.linear import LinearDense
 
 _FP8 = "float8_e4m3fn"
 
@@ -24,7 +25,7 @@ def variant(facts: Facts, rows: int) -> Hashable:
 
 
 def _sizes(facts: Facts) -> Sizes:
-    return tuned(folder(facts.device.arch, facts.dtype), "absorb", f"H={facts.dims['heads']}")
+    return chosen(facts, "absorb", f"H={facts.dims['heads']}")
 
 
 class MlaAbsorb:
@@ -39,6 +40,7 @@ class MlaAbsorb:
         self.latent = dims["kv_lora"]
         self.keeps_fp8 = _FP8 in facts.device.fast_dtypes and facts.dtype != "float32"
         self.sizes = _sizes(facts)
+        self.whole = LinearDense(facts) if facts.own_bits else None
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         blocks = read_blocks(weight) if self.keeps_fp8 else None
@@ -54,7 +56,11 @@ class MlaAbsorb:
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         packed.expect(self.tag, FP8_ROWS)
-        both = F.linear(latent, self._wide(packed.tensors["blocks"]))
+        wide = self._wide(packed.tensors["blocks"])
+        if self.whole is None:
+            both = F.linear(latent, wide)
+        else:  # what torch calls sums in another order for other numbers of rows
+            both = self.whole.apply(latent, self.whole.packed(wide))
         both = both.view(latent.shape[0], self.heads, self.nope + self.v)
         return both[..., : self.nope], both[..., self.nope :]
 

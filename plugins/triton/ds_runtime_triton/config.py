@@ -13,10 +13,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ds_runtime.api import PluginError
+from ds_runtime.api import Facts, PluginError
 
 Config = Mapping[str, int]
 GENERIC = "generic"
+ORDERED = "ordered"  # a shape's name
 _FORM = "configs/README.md of ds_runtime_triton"
 
 
@@ -70,6 +71,22 @@ def tuned(arch: str, op: str, shape: str = "*") -> Sizes:
             ordered = sorted((int(bound), config) for bound, config in found.items())
             return Sizes(tuple(b for b, _ in ordered), tuple(c for _, c in ordered))
     raise LookupError(f"no configuration of {op} for {shape} or *")
+
+
+@cache
+def ordered(arch: str, op: str) -> Sizes:
+    """Configurations that sum in one order, whatever the size: the architecture's, or generic ones.
+    They differ in what no result shows: tiles of tokens and of rows, warps and stages."""
+    found = _file(arch, op).get(ORDERED) or _file(GENERIC, op)[ORDERED]
+    made = sorted((int(bound), config) for bound, config in found.items())
+    return Sizes(tuple(b for b, _ in made), tuple(c for _, c in made))
+
+
+def chosen(facts: Facts, op: str, shape: str = "*") -> Sizes:
+    """Configurations of `op` at a place: tuned for this shape, or `ordered` where rows must have
+    bits of their own."""
+    arch = folder(facts.device.arch, facts.dtype)
+    return ordered(arch, op) if facts.own_bits else tuned(arch, op, shape)
 
 
 def part_of(config: Config, prefix: str, prefixes: tuple[str, ...]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from ds_runtime_triton.blocks import (
     column_group,
     row_group,
 )
-from ds_runtime_triton.config import Config, Sizes, folder, part_of, tuned
+from ds_runtime_triton.config import Config, Sizes, chosen, part_of
 from ds_runtime_triton.jit.down import (
     down_direct_kernel,
     down_kernel,
@@ -79,9 +79,9 @@ def variant(facts: Facts, op: str, tokens: int) -> Hashable:
     if not tokens:
         return None
     (experts, inter, hidden), pairs = facts.shape, pairs_of(facts, tokens)
-    arch, found = folder(facts.device.arch, facts.dtype), list[Hashable]()
+    found = list[Hashable]()
     for key in (f"E={experts},N={inter},K={hidden}", "*"):
-        sizes = tuned(arch, op, key)
+        sizes = chosen(facts, op, key)
         config = sizes.at(pairs)
         low = part_of_config(config, "DN_")
         direct = config.get("DIRECT") and not config.get("VECTOR")
@@ -115,7 +115,7 @@ class _Experts:
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)
-        self.arch = folder(facts.device.arch, facts.dtype)
+        self.facts = facts
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         count, hidden, inter = source.num_experts, source.hidden, source.intermediate
@@ -155,12 +155,12 @@ class _Experts:
             blocks = {size for stack in stacks for size in (stack.group_n, stack.group_k)}
             # entries of a shape are tuned for, and some kernels take, the usual blocks only
             name = key if blocks == {BLOCK} else "*"
-            sizes = tuned(self.arch, self.tag.removeprefix("triton."), name)
+            sizes = chosen(self.facts, self.tag.removeprefix("triton."), name)
             return Layer(*stacks, sizes, counters(values))
         return Layer(
             dense_stack(wide, self.dtype, device),
             dense_stack(low, self.dtype, device),
-            tuned(self.arch, "experts_dense", key),
+            chosen(self.facts, "experts_dense", key),
             counters(values),
         )
 

@@ -155,13 +155,14 @@ def _offer(
     return triton.offer(op, fn, rank, *each, _compiles, _dtype, **says)
 
 
+_own = partial(_offer, batch_invariant=True)  # no program sees two rows, or all sum in one order
 _keeping = partial(_offer, rank=RANK_PORTABLE + 1)  # of weights that stay as they are
 
 
 ATTENTION: tuple[Kernel, ...] = (
     _offer("mha_prefill", "mha:mha_prefill", _heads_on_chip, variant="mha:variant"),
     _offer("merge_state", "small:merge_state"),
-    _offer("mla_decode", "mla:mla_decode", _latent, variant="mla:variant"),
+    _own("mla_decode", "mla:mla_decode", _latent, variant="mla:variant"),
     _offer(
         "mha_decode",
         "expanded:mha_decode",
@@ -170,7 +171,7 @@ ATTENTION: tuple[Kernel, ...] = (
         layouts=_EXPANDED_PAGES,
         variant="expanded:variant",
     ),
-    _offer(
+    _own(
         "mla_absorb",
         "absorb:mla_absorb",
         formats=_BOTH,
@@ -178,7 +179,7 @@ ATTENTION: tuple[Kernel, ...] = (
         rows=RowRange(FP8_ROWS),
         variant="absorb:variant",
     ),
-    _offer("mla_prologue", "cache:mla_prologue", _kv_dtype),
+    _own("mla_prologue", "cache:mla_prologue", _kv_dtype),
     _offer("cache_write", "cache:cache_write", _kv_dtype),
     _offer("cache_write", "expanded:expanded_write", _kv_dtype, layouts=_EXPANDED_PAGES),
     _offer("cache_gather", "cache:cache_gather", _kv_dtype),
@@ -219,6 +220,7 @@ MOE: tuple[Kernel, ...] = (
         _fp8,
         formats=_BLOCKS,
         rows=RowRange(FP8_EXPERTS),
+        batch_invariant=True,
         variant="experts:fp8_variant",
     ),
     _keeping(
@@ -247,6 +249,7 @@ MOE: tuple[Kernel, ...] = (
         "experts:experts_dense",
         formats=_BOTH,
         rows=RowRange(DENSE_EXPERTS),
+        batch_invariant=True,
         variant="experts:dense_variant",
     ),
 )
@@ -257,6 +260,7 @@ LINEAR: tuple[Kernel, ...] = (
         _fp8,
         formats=_BLOCKS,
         rows=RowRange(FP8_ROWS),
+        batch_invariant=True,
         variant="linear:fp8_variant",
     ),
     _keeping(
@@ -275,26 +279,34 @@ LINEAR: tuple[Kernel, ...] = (
         "linear:linear_dense",
         formats=_BOTH,
         rows=RowRange(DENSE_ROWS),
+        batch_invariant=True,
         variant="linear:dense_variant",
     ),
 )
 TOPK: tuple[Kernel, ...] = (
     _offer("router_logits", "router:router_logits", variant="router:variant"),
-    _offer("route", "router:route"),
+    _own("route", "router:route"),
 )
 SMALL: tuple[Kernel, ...] = (
-    _offer("embed", "small:embed"),
-    _offer("rms_norm", "norm:rms_norm"),
-    _offer("add_rms_norm", "norm:add_rms_norm"),
-    _offer("rms_norm_quantize", "norm:rms_norm_quantize", _quantises),
-    _offer("add_rms_norm_quantize", "norm:add_rms_norm_quantize", _quantises),
-    _offer("rope", "cache:rope"),
-    _offer("silu_mul", "small:silu_mul"),
-    _offer("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
-    _offer("quantize_group", "quant:quantize_group", _converts_fp8, variant="quant:variant"),
+    _own("embed", "small:embed"),
+    _own("rms_norm", "norm:rms_norm"),
+    _own("add_rms_norm", "norm:add_rms_norm"),
+    _own("rms_norm_quantize", "norm:rms_norm_quantize", _quantises),
+    _own("add_rms_norm_quantize", "norm:add_rms_norm_quantize", _quantises),
+    _own("rope", "cache:rope"),
+    _own("silu_mul", "small:silu_mul"),
+    _own("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
+    _own("quantize_group", "quant:quantize_group", _converts_fp8, variant="quant:variant"),
     _offer("lora_delta", "lora:lora_delta"),
-    _offer("mask_logits", "sampling:mask_logits"),
-    _offer("sample", "sampling:sample"),
-    _offer("logprobs", "sampling:logprobs"),
+    _own("mask_logits", "sampling:mask_logits"),
+    _own("sample", "sampling:sample"),
+    _own("logprobs", "sampling:logprobs"),
 )
 ALL = ATTENTION + MOE + LINEAR + TOPK + SMALL
+# Beside these where rows must have bits of their own: functions that see no facts.
+ORDERED: tuple[Kernel, ...] = (_own("router_logits", "router:router_logits_ordered"),)
+
+
+def offers(facts: Facts) -> tuple[Kernel, ...]:
+    """What is offered there."""
+    return ALL + ORDERED if facts.batch_invariant else ALL

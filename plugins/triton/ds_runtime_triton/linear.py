@@ -20,7 +20,7 @@ from ds_runtime.api import (
     torch_dtype,
 )
 from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
-from ds_runtime_triton.config import Config, folder, tuned
+from ds_runtime_triton.config import Config, Sizes, chosen
 from ds_runtime_triton.jit.gemm import (
     dense_gemm_kernel,
     fp8_gemm_kernel,
@@ -30,6 +30,7 @@ from ds_runtime_triton.jit.gemm import (
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters
 from ds_runtime_triton.quant import block_of, quantise_by_group
 
+_MOST_SPLIT, _PROGRAMS, _SHORTEST = 8, 288, 512  # of pieces: how many, in all, and columns
 _NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
 
 
@@ -43,12 +44,38 @@ def grid_of(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
 def variant(facts: Facts, op: str, rows: int) -> Hashable:
     """What a product with a weight of facts.shape is compiled for."""
     n, k = facts.shape
-    sizes = tuned(folder(facts.device.arch, facts.dtype), op, f"N={n},K={k}")
+    sizes = sizes_of(facts, op, n, k)
     if not rows or sizes.at(rows).get("TORCH"):
         return None
     # SPLIT is read by the kernel for one token, too, of which there is one kind
     split = 0 if sizes.at(rows).get("VECTOR") else grid_of(sizes.at(rows), rows, n)[1]
     return sizes.number(rows), split, block_of(rows)
+
+
+def sizes_of(facts: Facts, op: str, n: int, k: int) -> Sizes:
+    """Of a product with a weight [n, k]."""
+    sizes = chosen(facts, op, f"N={n},K={k}")
+    if not facts.own_bits:
+        return sizes
+    split = _split_of(n, k, sizes.configs[0]["BLOCK_N"])
+    return Sizes(sizes.bounds, tuple({**config, "SPLIT": split} for config in sizes.configs))
+
+
+def _split_of(n: int, k: int, block: int) -> int:
+    """Pieces of the inner dimension that a shape has whatever the tokens: so that few of these
+    occupy a device, and none is short."""
+    split, tiles = 1, cdiv(n, block)
+    while split < _MOST_SPLIT and tiles * split * 2 <= _PROGRAMS and k >= _SHORTEST * split * 2:
+        split *= 2
+    return split
+
+
+def slices(facts: Facts, m: int, n: int, config: Config) -> list[slice]:
+    """Rows of each launch: all, unless pieces are fixed and there is no counter for every tile."""
+    if not (m and facts.own_bits and config["SPLIT"] > 1):
+        return [slice(0, m)] if m else []
+    most = max(1, COUNTERS // cdiv(n, config["BLOCK_N"])) * config["BLOCK_M"]
+    return [slice(first, first + most) for first in range(0, m, most)]
 
 
 def dense_variant(facts: Facts, rows: int) -> Hashable:
@@ -78,7 +105,7 @@ class LinearDense:
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)
-        self.arch = folder(facts.device.arch, facts.dtype)
+        self.facts = facts
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         return self.packed(weight.dequantise(self.dtype).contiguous())
@@ -89,7 +116,7 @@ class LinearDense:
         tensors = {
             "weight": values,
             "arrived": counters(values),
-            "tuned": tuned(self.arch, "linear_dense", f"N={n},K={k}"),
+            "tuned": sizes_of(self.facts, "linear_dense", n, k),
         }
         return Packed(self.tag, (n, k), tensors, values.nbytes, restore=_restore_dense)
 
@@ -123,14 +150,14 @@ class LinearDense:
     def _multiply(self, x: Tensor, packed: Packed, config: Config, y: Tensor) -> Tensor:
         m, (n, k) = x.shape[0], packed.shape
         w: Tensor = packed.tensors["weight"]
-        if m == 0:
-            return y
-        grid, split = grid_of(config, m, n)
-        even = k % (config["BLOCK_K"] * split) == 0
-        dense_gemm_kernel[grid](
-            x, w, y, pieces(config, grid[0], split, x), packed.tensors["arrived"],
-            m, n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
-        )  # fmt: skip
+        for rows in slices(self.facts, m, n, config):
+            some, into = x[rows], y[rows]
+            grid, split = grid_of(config, len(some), n)
+            even = k % (config["BLOCK_K"] * split) == 0
+            dense_gemm_kernel[grid](
+                some, w, into, pieces(config, grid[0], split, x), packed.tensors["arrived"],
+                len(some), n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
+            )  # fmt: skip
         return y
 
 
@@ -151,7 +178,7 @@ class LinearFp8:
 
     def __init__(self, facts: Facts) -> None:
         self.dense = LinearDense(facts)
-        self.arch = folder(facts.device.arch, facts.dtype)
+        self.facts = facts
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         weight.expect(sorted(self.reads), self.tag)
@@ -164,7 +191,7 @@ class LinearFp8:
             "dense": None,
             "blocks": blocks,
             "arrived": counters(blocks.values),
-            "tuned": tuned(self.arch, self.tag.removeprefix("triton."), f"N={n},K={k}"),
+            "tuned": sizes_of(self.facts, self.tag.removeprefix("triton."), n, k),
         }
         nbytes = blocks.values.nbytes + blocks.scale.nbytes
         tag = self.tag
@@ -179,8 +206,9 @@ class LinearFp8:
             return self.dense.apply(x, packed.tensors["dense"])
         m, n = x.shape[0], packed.shape[0]
         y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-        if m:
-            _fp8_gemm(x, None, packed.tensors["blocks"], y, packed, packed.tensors["tuned"].at(m))
+        config: Config = packed.tensors["tuned"].at(m)
+        for rows in slices(self.facts, m, n, config):
+            _fp8_gemm(x[rows], None, packed.tensors["blocks"], y[rows], packed, config)
         return y
 
     def quantizes(self, rows: int, packed: Packed) -> Groups | None:
@@ -200,10 +228,10 @@ class LinearFp8:
         assert packed.tensors["dense"] is None, "quantised for a weight that is not"
         m, n = q.shape[0], packed.shape[0]
         y = torch.empty(m, n, dtype=self.dense.dtype, device=q.device)
-        if m:
-            columns = scale.T if scale.stride(0) == 1 else scale.T.contiguous()
-            config = packed.tensors["tuned"].at(max(m, 2))
-            _fp8_gemm(q, columns, packed.tensors["blocks"], y, packed, config)
+        config: Config = packed.tensors["tuned"].at(max(m, 2))
+        columns = scale.T if scale.stride(0) == 1 else scale.T.contiguous()
+        for rows in slices(self.facts, m, n, config):
+            _fp8_gemm(q[rows], columns[:, rows], packed.tensors["blocks"], y[rows], packed, config)
         return y
 
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits, RowOwners
-from ds_runtime_triton.config import Sizes, folder, tuned
+from ds_runtime_triton.config import Sizes, chosen
 from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
 _MOST = 64  # splits of a row, a power of two
+# Where rows must have bits of their own: tokens of a split at least, splits, and bytes of partial
+# results at a time.
+_PIECE, _FEW, _HELD = 256, 16, 1 << 28
 _AT_ONCE = 8  # whose sums are read together
 
 
@@ -29,6 +32,7 @@ class DecodeState:
     bits: Tensor  # [rows] int64: which of its last TAIL tokens a row of a tree sees
     owners: RowOwners
     tokens: int  # that a sequence can have
+    page_size: int
     tree: bool = False
 
 
@@ -47,25 +51,28 @@ def fills(cores: int, programs: int, waves: int) -> bool:
 
 
 def _sizes(facts: Facts) -> Sizes:
-    arch = folder(facts.device.arch, facts.dtype)
-    return tuned(arch, "mla_decode", f"H={facts.dims['heads']}")
+    heads = facts.dims["heads"]
+    sizes = chosen(facts, "mla_decode", f"H={heads}")
+    return Sizes((1,), (sizes.at(heads),)) if facts.own_bits else sizes
 
 
 class MlaDecode:
-    """Every row's tokens are split so that all programs together fill the device once."""
+    """Every row's tokens are split so that all programs together fill the device once; where rows
+    must have bits of their own, into pieces of one size, for rows whose pieces there is room for.
+    """
 
     prepares_on_device = True
 
     def __init__(self, facts: Facts) -> None:
         dims = facts.dims
         self.latent, self.rope = dims["kv_lora"], dims["qk_rope"]
-        self.cores = facts.device.cores
+        self.cores, self.own_bits = facts.device.cores, facts.own_bits
         self.sizes = _sizes(facts)
 
     def state(self, limits: Limits) -> DecodeState:
         rows, device = limits.max_sequences * limits.max_queries, limits.device
         most = limits.max_pages_per_sequence
-        pages = torch.zeros(limits.max_sequences, most, dtype=torch.int32, device=device)
+        pages = torch.zeros(1, most, dtype=torch.int32, device=device)  # a step brings its own
         each = torch.arange(rows, dtype=torch.int32, device=device)
         return DecodeState(
             pages,
@@ -75,6 +82,7 @@ class MlaDecode:
             torch.full((rows,), -1, dtype=torch.int64, device=device),
             RowOwners(device),
             most * limits.page_size,
+            limits.page_size,
         )
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
@@ -99,21 +107,29 @@ class MlaDecode:
         if q.stride(2) != 1:
             q = q.contiguous()
         config = dict(self.sizes.at(rows))
-        blocks = cdiv(heads, config["BLOCK_H"])
-        splits = self._splits(state, rows * blocks, config.pop("WAVES"), config)
-        size = rows * heads * splits if splits > 1 else 1
+        blocks, waves = cdiv(heads, config["BLOCK_H"]), config.pop("WAVES")
+        splits, each, least = self._splits(state, rows * blocks, waves, config), rows, 1
+        if self.own_bits:
+            least = _PIECE // config["BLOCK_N"]
+            splits = min(cdiv(state.table.shape[1] * state.page_size, _PIECE), _FEW)
+            each = max(1, _HELD // (heads * splits * self.latent * 4))
+        parted = splits > 1 or self.own_bits
+        size = min(rows, each) * heads * splits if parted else 1
         partial = torch.empty(size, self.latent, dtype=torch.float32, device=q.device)
         sums = torch.empty(size, dtype=torch.float32, device=q.device)
         wide, high = pow2(self.latent, 16), pow2(self.rope, 16)
-        mla_decode_kernel[(blocks, splits, rows)](
-            q, cache, state.table, state.owner, state.lens, state.bits, out, partial, sums, heads,
-            self.latent, self.rope, scale * log2(e), *q.stride()[:2],
-            *cache.stride()[:2], state.table.stride(0), splits, PAGE=cache.shape[1],
-            SPLIT=splits > 1, LATENT=wide, ROPE=high, TREE=state.tree,
-            EXACT=wide == self.latent and high == self.rope, **config,
-        )  # fmt: skip
-        if splits > 1:
-            combine(partial, sums, state.lens, out, splits, config["BLOCK_N"])
+        for first in range(0, rows, each):
+            some = slice(first, first + each)
+            own, into, lens = q[some], out[some], state.lens[some]
+            mla_decode_kernel[(blocks, splits, len(own))](
+                own, cache, state.table, state.owner[some], lens, state.bits[some], into,
+                partial, sums, heads, self.latent, self.rope, scale * log2(e), *q.stride()[:2],
+                *cache.stride()[:2], state.table.stride(0), splits, PAGE=cache.shape[1],
+                SPLIT=parted, LATENT=wide, ROPE=high, TREE=state.tree, LEAST=least,
+                EXACT=wide == self.latent and high == self.rope, **config,
+            )  # fmt: skip
+            if parted:
+                combine(partial, sums, lens, into, splits, config["BLOCK_N"], least)
         return out
 
     def _splits(self, state: DecodeState, programs: int, waves: int, config: dict[str, int]) -> int:
@@ -123,15 +139,22 @@ class MlaDecode:
 
 
 def combine(
-    partial: Tensor, sums: Tensor, lens: Tensor | None, out: Tensor, splits: int, block: int
+    partial: Tensor,
+    sums: Tensor,
+    lens: Tensor | None,
+    out: Tensor,
+    splits: int,
+    block: int,
+    least: int = 1,
 ) -> None:
     """out [rows, heads, latent] from float32 partial [rows, heads, splits, latent] and sums [rows,
-    heads, splits], see store_heads. lens [rows]: then only the splits with a block of tokens count.
+    heads, splits], see store_heads. lens [rows]: then only the splits with a block of tokens count,
+    which have `least` of them.
     """
     rows, heads, latent = out.shape
     mla_combine_kernel[(rows, heads)](
         partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), _MOST, _AT_ONCE,
-        num_warps=4,
+        least, num_warps=4,
     )  # fmt: skip
 
 

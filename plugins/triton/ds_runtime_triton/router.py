@@ -26,6 +26,7 @@ _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are 
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
 _PROGRAMS = 132  # that rows of more than 64 tokens are cut for, twice as many from _MANY tokens on
 _MANY, _PROGRAMS_OF_64 = 512, 224
+_COLUMNS, _PIECES = 64, 8  # of a row that is multiplied in one order: at once, and pieces of it
 _SUM = 1024  # columns that the matrix unit sums by itself
 
 
@@ -82,13 +83,25 @@ def variant(facts: Facts, rows: int) -> Hashable:
                  for way in ways)  # fmt: skip
 
 
+def router_logits_ordered(x: Tensor, weight: Tensor) -> Tensor:
+    """As router_logits, each row in one order: pieces and tiles are those of the shape."""
+    n, experts = x.shape[1], weight.shape[0]
+    span = cdiv(cdiv(n, _COLUMNS), _PIECES) * _COLUMNS
+    return _logits(
+        x, weight, Tiled(64, min(64, pow2(experts, 16)), _COLUMNS, 4, 2, span, cdiv(n, span), 0)
+    )
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """RouterLogits: exact products, fp32 sums."""
+    return _logits(x, weight, _way(x.shape[0], x.shape[1], weight.shape[0], x.dtype.itemsize))
+
+
+def _logits(x: Tensor, weight: Tensor, way: Streamed | Tiled) -> Tensor:
     (tokens, n), experts = x.shape, weight.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens == 0:
         return logits
-    way = _way(tokens, n, experts, x.dtype.itemsize)
     if isinstance(way, Streamed):
         few, each, block, warps = way
         router_rows_kernel[(cdiv(experts, each), cdiv(tokens, few))](

@@ -56,7 +56,7 @@ def test_batch_equals_the_naive_construction(case, packed):
     added = StepInputs(page_size, 61, 61 * page_size, LAST, prefix_chunk).add(plan.works, sent)
     sent.send()
     batch = added.batch(sent, {})
-    read_last_tokens(batch, LAST)
+    read_last_tokens(batch, LAST, batch.num_decode)
     ids, positions, slots, logit_rows = [], [], [], []
     for work in plan.works:
         wanted = work.logit_rows

@@ -45,7 +45,7 @@ def test_scheduling_64_requests_is_cheap():
         added = inputs.add(plan.works, sent)
         sent.send()
         batch = added.batch(sent, {})
-        read_last_tokens(batch, last_tokens)
+        read_last_tokens(batch, last_tokens, batch.num_decode)
         works = [WorkResult(rid=w.rid, tokens=[7] * w.draws) for w in plan.works]
         scheduler.update(plan, StepResult(step=plan.step, works=works))
         if batch.num_decode == 64:

@@ -124,7 +124,7 @@ class ToyDevice(FakeDevice):
                 added = self.inputs.add(works, sent)
                 sent.send()
                 batch = added.batch(sent, {})
-                read_last_tokens(batch, self.last)
+                read_last_tokens(batch, self.last, batch.num_decode)
                 self._forward(rank, works, batch)
         result = super().launch(plan)
         for work in plan.works:

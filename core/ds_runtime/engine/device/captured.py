@@ -91,7 +91,7 @@ class Captured:
         def forward() -> None:
             parts.prepare(batch, keys)
             batch.input_ids = places
-            read_last_tokens(batch, parts.last_tokens)
+            read_last_tokens(batch, parts.last_tokens, places.shape[0])
             batch.index_keys.clear()
             hidden = parts.model.forward(batch, parts.caches, every=True)
             if parts.draft is not None:

@@ -49,7 +49,7 @@ class OpByOp:
         sent.send()
         batch = added.batch(sent, parts.states)
         batch.order = order()
-        read_last_tokens(batch, parts.last_tokens)
+        read_last_tokens(batch, parts.last_tokens, added.drawn)
         parts.prepare_all(batch)
         found = self._forward(batch, prompts, speculates)
         hidden = found  # [logit rows, hidden]

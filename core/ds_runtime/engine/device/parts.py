@@ -71,15 +71,16 @@ class Parts:
         own.
         """
         limits = self.limits
-        pages = limits.max_pages_per_sequence + -(-(self.width - 1) // limits.page_size)
+        spare = -(-(limits.max_queries - 1) // limits.page_size)
+        pages, each = limits.max_pages_per_sequence + spare, min(queries, limits.max_queries)
         if size not in self.tables:
             self.tables[size] = PageTable(size, pages, self.spare_page, self.device)
         bounds = replace(
             limits,
             max_tokens=size * queries,
-            max_sequences=size,
+            max_sequences=size * queries // each,
             max_pages_per_sequence=pages,
-            max_queries=queries,
+            max_queries=each,
         )
         states = {
             key: kernel.state(bounds)

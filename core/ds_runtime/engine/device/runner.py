@@ -103,6 +103,7 @@ class Runner:
             self.config.prefix_chunk,
             self.width,
             assembly.cache_sizes.state > 0,
+            self.config.batch_invariant,
         )
         self.draft = draft
         self.memory = self._plan_memory(idle.free)
@@ -123,14 +124,15 @@ class Runner:
         return self.bound.checking(self.assembly.plugins.owners)
 
     def _limits(self) -> Limits:
+        alone, most = self.config.batch_invariant, self.config.max_step_tokens
         return Limits(
-            max_tokens=self.config.max_step_tokens,
-            max_sequences=self.config.max_running_requests,
+            max_tokens=most,
+            max_sequences=most if alone else self.config.max_running_requests,
             max_pages_per_sequence=self.max_pages,
             page_size=self.config.page_size,
             heads=self.assembly.model.heads // self.config.attention_tp,
             device=self.device,
-            max_queries=self.width,
+            max_queries=1 if alone else self.width,
         )
 
     def _make_parts(self, inputs: StepInputs) -> Parts:

@@ -41,7 +41,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(Mesh.of(config), comm)
+        return World(Mesh.of(config), comm, config.batch_invariant)
     except BaseException:
         comm.close()
         raise

@@ -50,7 +50,8 @@ class DraftRun(NamedTuple):
 class Rows(NamedTuple):
     """Per token its id, or its place in last_tokens; its position and slot; the nodes of its
     sequence, where these are trees, 0 for a dummy. lens: tokens of each decoding sequence with
-    these; q_lens: its rows, empty if one each.
+    these; q_lens: its rows, empty if one each. owners: whose pages a row reads, where each is a
+    sequence of its own.
     """
 
     ids: Ints
@@ -59,6 +60,7 @@ class Rows(NamedTuple):
     nodes: Ints
     lens: list[int]
     q_lens: tuple[int, ...] = ()
+    owners: Ints | None = None
 
 
 class Frame:
@@ -66,7 +68,7 @@ class Frame:
 
     states: of the kernels. table: shared by frames of one size. adapts: rows may have adapters.
     tree: tokens may be nodes of trees; positions and seen, [rows] int64, are made on the device
-    then.
+    then. each: the page table of every row, [rows, pages], where each is a sequence of its own.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Frame:
         self.every = torch.arange(self.rows, device=device)
         self.positions = torch.zeros(self.rows, dtype=torch.int64, device=device)
         self.seen = torch.full((self.rows,), -1, dtype=torch.int64, device=device)
+        self.each: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class StepInputs:
     behind it; decode works read them there. The last row is nobody's: that of dummies. pages: most
     of a sequence; context: most tokens of it. prefix_chunk: most cached tokens that one PrefixChunk
     covers, over all its sequences. stateful: requests keep more than pages, in their rows' blocks.
+    alone: every row, of prompts too, attends the cache as a sequence of its own.
     """
 
     page_size: int
@@ -97,6 +101,7 @@ class StepInputs:
     prefix_chunk: int
     width: int = 1
     stateful: bool = False
+    alone: bool = False
 
     def add(
         self,
@@ -113,7 +118,6 @@ class StepInputs:
         count = len(works)
         if run is None:
             count = next((i for i, w in enumerate(works) if w.tokens is not None), count)
-        decodes, prefills = works[:count], works[count:]
         rows, table = self._rows(works, count, frame, trees, run)
         added = Added(
             rows,
@@ -121,7 +125,11 @@ class StepInputs:
             trees if rows.q_lens else None,
             numbers=[upload.add(a) for a in (rows.ids, rows.positions, rows.slots)],
             lens=upload.add(np.array(rows.lens, np.int32)),
+            drawn=sum(w.length for w in works[:count]),
         )
+        if rows.owners is not None:
+            added.owners, count = upload.add(rows.owners), len(works)
+        decodes, prefills = works[:count], works[count:]
         if added.trees is not None:
             added.nodes = upload.add(rows.nodes)
         if self.stateful:
@@ -242,17 +250,22 @@ class StepInputs:
         nodes = np.minimum(length, queries or length) * real
         rows = np.stack(np.broadcast_arrays(first + along, at, slots, nodes))
         if not queries:
+            ids, positions, slots, nodes = rows
+            ids = _with_prompts(ids, works[num_decode:])
+            if self.alone:
+                return Rows(ids, positions, slots, nodes, (at + 1).tolist(), owners=owner)
             lens = [w.start + w.length for w in works[:num_decode]]
             several = any(w.length > 1 for w in works[:num_decode])
             q_lens = tuple(w.length for w in works[:num_decode]) if several else ()
-            ids, positions, slots, nodes = rows
-            ids = _with_prompts(ids, works[num_decode:])
             return Rows(ids, positions, slots, nodes, lens, q_lens)
         size = n if frame is None else frame.size
         filled = np.zeros((4, size, queries), np.int64)
         filled[0, n:], filled[2, n:] = self._spare, -1
         filled[:, :n] = rows
         ids, positions, slots, nodes = filled.reshape(4, -1)
+        if self.alone:
+            owners = np.arange(size).repeat(queries)
+            return Rows(ids, positions, slots, nodes, (positions + 1).tolist(), owners=owners)
         ends = np.full(size, queries if trees is None and run is None else 1)
         if run is not None and run.lens is not None:
             ends[:n] = run.lens
@@ -300,7 +313,9 @@ class Added:
     trees: Forest | None
     numbers: list[int]
     lens: int
+    drawn: int = 0  # rows of decode works, where there is no frame
     table: int | None = None
+    owners: int | None = None
     nodes: int | None = None
     logit_rows: int | None = None
     adapters: int | None = None
@@ -333,6 +348,10 @@ class Added:
             adapters=None if self.adapters is None else sent[self.adapters],
             blocks=None if self.blocks is None else sent[self.blocks],
         )
+        if table is not None and self.owners is not None:
+            table = table.index_select(0, sent[self.owners])
+            if frame is not None:
+                frame.each = table = table if frame.each is None else frame.each.copy_(table)
         if table is not None and rows.lens:
             batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, tree)
         if self.prompts is not None:
@@ -350,9 +369,9 @@ class Added:
         return self.frame.positions.copy_(positions), self.frame.seen.copy_(seen)
 
 
-def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:
-    """Put the tokens of decode works where their places are."""
-    places, count = batch.input_ids, batch.num_decode
+def read_last_tokens(batch: Batch, last_tokens: Tensor, count: int) -> None:
+    """Put the tokens of decode works, the first `count` rows, where their places are."""
+    places = batch.input_ids
     if count == places.shape[0]:
         batch.input_ids = last_tokens.index_select(0, places)
     elif count:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.ops.binding import invariant
 from ds_runtime.ops.binding.by_rows import Shares, shares_of
 from ds_runtime.ops.binding.facts import PAGES, site_facts
+from ds_runtime.ops.binding.notes import note_of, spread
 from ds_runtime.ops.binding.pins import Pin, check_counts
 from ds_runtime.ops.contract import (
     RANK_REFERENCE,
@@ -55,6 +57,7 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield f"does not serve the {facts.phase} phase"
     if facts.deterministic and not kernel.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
+    yield from invariant.refusals(kernel, facts)
     if kernel.footprint.beside and op.name in facts.crowded:
         share = f"{kernel.footprint.beside:.0%}"
         yield f"holds {share} of the weight beside, for which memory has no room"
@@ -67,6 +70,12 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
     # Last: which layout was chosen follows from what kernels say of themselves.
     if op.layout and tag and tag not in kernel.layouts:
         yield f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
+
+
+def _instead(kernels: Iterable[Kernel], facts: Facts, tag: str) -> tuple[str, ...]:
+    """Those better than the reference that nothing but --batch-invariant keeps out."""
+    better = (k for k in kernels if facts.own_bits and k.rank > RANK_REFERENCE)
+    return tuple(k.name for k in better if invariant.alone(refusals(k, facts, tag)))
 
 
 def _asked(check: Gate, facts: Facts) -> str | None:
@@ -132,6 +141,7 @@ class Binder:
                 else:
                     why.append(f"{tag}: not every cache op has a kernel for it")
         what = {KV: "KV"}.get(group, group)
+        why += [invariant.NONE_LEFT] if self.base.batch_invariant else []
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
     def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
@@ -242,8 +252,17 @@ class Binder:
             note = f"{'left to' if op.optional else 'composed of'} {', '.join(op.uses)}"
             note += f" ({why})" if why else ""
             lost = tuple((k.name, k.rank) for k in accepted)
+            instead = _instead(kernels, facts, tag)
             return None, Decision(
-                op.name, site, "composed", "core", RANK_REFERENCE, refused, lost, note
+                op.name,
+                site,
+                "composed",
+                "core",
+                RANK_REFERENCE,
+                refused,
+                lost,
+                note,
+                instead=instead,
             )
         converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
         poor = not accepted or (accepted[0].rank <= RANK_REFERENCE and not pin)
@@ -254,8 +273,12 @@ class Binder:
             said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
             if pin:
                 raise ConfigError(f"{pin}: refused for {op.name} at {site.path}: {said}")
+            if facts.own_bits:
+                said += f"; {invariant.NONE_LEFT}"
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
-        best, note = accepted[0], _note(accepted[0])
+        best, note = accepted[0], note_of(accepted[0])
+        if facts.own_bits:
+            accepted = invariant.alike(accepted)
         if (shares := shares_of(accepted)) is not None:
             self.shares[_place(site)] = shares
             note = "; ".join(filter(None, (note, shares.beside(best))))
@@ -270,7 +293,8 @@ class Binder:
             note,
             tag if op.layout else "",
             best.contract,
-            converts or _spread(best, site.weight_format),
+            converts or spread(best, site.weight_format),
+            _instead(kernels[: kernels.index(best)], self.facts(site), tag),
         )
 
     def _converted(
@@ -291,22 +315,6 @@ class Binder:
                 if able:
                     return conversion, there, able
         return None
-
-
-def _spread(kernel: Kernel, weight_format: str) -> str:
-    """What a kernel costs that reads a format and holds it dense; "" if it keeps the format."""
-    if not weight_format or kernel.rank <= RANK_REFERENCE or weight_format in kernel.keeps:
-        return ""
-    return next((str(c) for c in conversions(weight_format) if c.target == "dense"), "")
-
-
-def _note(kernel: Kernel) -> str:
-    """The kernel's own remark, and that it is called through an adapter if it is."""
-    op = kernel.op
-    if kernel.contract == op.version:
-        return kernel.note
-    said = f"written for contract {kernel.contract}, adapted to {op.version}"
-    return f"{kernel.note}; {said}" if kernel.note else said
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,11 @@ def _sequences_alone(
     for i, rows in enumerate(_spans(Segments(counts, part.kv_lens))):
         one = slice(i, i + 1)
         decode = DecodePart(
-            part.page_table[one], part.kv_lens[one], part.host_kv_lens[one], part.q_lens[one]
+            part.page_table[one],
+            part.kv_lens[one],
+            part.host_kv_lens[one],
+            part.q_lens[one],
+            None if part.tree is None else part.tree[rows],
         )
         step = replace(
             batch,

@@ -14,10 +14,11 @@ from ds_runtime_triton.jit.gemm import product, row_side, token_side
 
 
 @triton.jit
-def span(length, split, splits, BLOCK_N: tl.constexpr):
-    """(first token, token behind the last, number of splits that have any) of a split."""
+def span(length, split, splits, BLOCK_N: tl.constexpr, LEAST: tl.constexpr = 1):
+    """(first token, token behind the last, number of splits that have any) of a split. LEAST: of
+    its blocks; where there are so many splits that none has more, `length` alone decides."""
     blocks = tl.cdiv(length, BLOCK_N)
-    each = tl.cdiv(blocks, splits)
+    each = tl.maximum(tl.cdiv(blocks, splits), LEAST)
     first = split * each * BLOCK_N
     return first, tl.minimum(first + each * BLOCK_N, length), tl.cdiv(blocks, each)
 
@@ -196,6 +197,7 @@ def mla_decode_kernel(
     SWAP: tl.constexpr,
     APART: tl.constexpr,
     TREE: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e); results are
@@ -206,7 +208,7 @@ def mla_decode_kernel(
     block, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lens + row)
-    first, last, _ = span(length, split, splits, BLOCK_N)
+    first, last, _ = span(length, split, splits, BLOCK_N, LEAST)
     if first < last:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
         low, high = tl.arange(0, LATENT), tl.arange(0, ROPE)
@@ -263,6 +265,7 @@ def mla_combine_kernel(
     LATENT: tl.constexpr,
     MOST: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one row: the mean of the splits that saw a token, or of all without lens. MOST:
@@ -272,7 +275,7 @@ def mla_combine_kernel(
     if lens is None:
         used = splits
     else:
-        _, _, used = span(tl.load(lens + row), 0, splits, BLOCK_N)
+        _, _, used = span(tl.load(lens + row), 0, splits, BLOCK_N, LEAST)
     place = (row * heads + head) * splits
     cols = tl.arange(0, LATENT)
     every = tl.arange(0, MOST)

@@ -1,0 +1,70 @@
+"""Sums that add the ranks in their order, so that a row's bits hang on nothing else.
+
+What a library sums by itself it divides by the size of the message, and other sizes are added in
+another order. Here the parts are gathered, which is exact, and every rank adds them itself: so many
+times the bytes as there are ranks, for all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.platform.contract import Communicator
+
+
+class InOrder:
+    """A communicator of several ranks whose `all_reduce` and `reduce_scatter` are such sums, in
+    float32 at least; all else is that of `group`.
+    """
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._sum(self._group.gather_rows(x.reshape(1, -1))).view(x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        parts = self._group.all_to_all(x.contiguous())
+        return self._sum(parts.view(self.size, -1)).view(-1, *x.shape[1:])
+
+    def _sum(self, parts: Tensor) -> Tensor:
+        """[size, n] → [n]."""
+        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(parts.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._group.all_gather(x)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return self._group.gather_rows(x)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._group.all_to_all(x)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return self._group.broadcast(x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send(x, to)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        return self._group.receive(shape, dtype, source)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._group.gather_objects(value)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> InOrder:
+        return InOrder(self._group.split(groups))
+
+    def close(self) -> None:
+        self._group.close()

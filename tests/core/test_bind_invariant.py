@@ -1,0 +1,140 @@
+"""What `--batch-invariant` binds, refuses, and says that it gave up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from test_bind import BASE, asking, bind, chosen, kernel, sites  # noqa: F401
+
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.plan import render
+from ds_runtime.cli.known import KNOWN
+from ds_runtime.config import EngineConfig
+from ds_runtime.description.sites import DRAFT
+from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.ops.binding.bind import refusals
+from ds_runtime.ops.contract import Gates
+from ds_runtime.parallel.in_order import InOrder
+
+INVARIANT = replace(BASE, batch_invariant=True)
+PROMPTS = {"mha_prefill", "merge_state", "cache_gather", "sparse_prefill", "mha_prefill_quantize"}
+
+
+def own(op, provider="own", rank=10, **more):
+    return kernel(op, provider, rank, batch_invariant=True, **more)
+
+
+def test_a_kernel_without_the_tag_is_refused_in_words_that_name_the_flag():
+    said = [*refusals(kernel("rms_norm"), INVARIANT)]
+    assert said == [
+        "a row's bits may hang on other rows: not batch-invariant: leave --batch-invariant out"
+    ]
+    assert not [*refusals(kernel("rms_norm"), BASE)]
+    assert not [*refusals(own("rms_norm"), INVARIANT)]
+    assert [*refusals(own("rms_norm", deterministic=False), INVARIANT)] == said
+
+
+def test_drafts_may_take_any_kernel():
+    assert not [*refusals(kernel("rms_norm"), replace(INVARIANT, role=DRAFT))]
+
+
+def test_the_next_with_the_tag_serves_and_the_plan_says_in_place_of_what(sites):  # noqa: F811
+    norms = [site for site in sites if site.op == "rms_norm"]
+    refusing = kernel("rms_norm", "never", 40, refuse=Gates((lambda facts: "no",)))
+    binding = bind(norms, refusing, kernel("rms_norm", "fast"), own("rms_norm"), base=INVARIANT)
+    assert chosen(binding, "rms_norm") == {"own.rms_norm"}
+    assert {d.instead for d in binding.decisions} == {("fast.rms_norm",)}
+    assert {d.instead for d in bind(norms, kernel("rms_norm", "fast")).decisions} == {()}
+
+
+def test_where_none_is_left_the_error_names_the_op_and_what_to_do(sites):  # noqa: F811
+    norms = [site for site in sites if site.op == "rms_norm"]
+    with pytest.raises(
+        UnsupportedError, match=r"no kernel for rms_norm at .*fast\.rms_norm: .*"
+    ) as e:
+        bind(norms, kernel("rms_norm", "fast"), base=INVARIANT)
+    assert "install or build what one of them lacks, or leave --batch-invariant out" in str(e.value)
+
+
+def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
+    linears = [site for site in sites if site.op == "linear"][:1]
+    few = own("linear", "few", 30, rows=asking(0, 5))
+    many = own("linear", "many", 20, rows=asking(0))
+    alone = bind(linears, few, many, base=INVARIANT)
+    assert chosen(alone, "linear") == {"many.linear"} and not alone.shares
+    (said,) = refusals(few, replace(INVARIANT, weight_format="dense"))
+    assert said.startswith("serves calls of some sizes alone, whose bits no other kernel shares")
+    same = [replace(k, bits="rows in order") for k in (few, many)]
+    assert chosen(both := bind(linears, *same, base=INVARIANT), "linear") == {"few.linear"}
+    assert [k.name for s in both.shares.values() for k in s.kernels] == [
+        "many.linear",
+        "few.linear",
+    ]
+    others = replace(few, bits="another order"), same[1]
+    assert not bind(linears, *others, base=INVARIANT).shares
+    assert bind(linears, few, many).shares  # without the flag they may
+
+
+def test_prompts_have_no_sites_of_their_own(tmp_path):
+    for settings in ({}, {"speculative_algorithm": "NEXTN"}):
+        made = assemble(
+            EngineConfig(model="demo", platform="cpu", batch_invariant=True, **settings)
+        )
+        bound = {site.op for site, _ in made.binding.choices}
+        assert not bound & PROMPTS
+        assert {s.phase for s, _ in made.binding.choices if s.op == "mla_decode"} == {"decode"}
+
+
+def test_the_plan_says_what_was_given_up_in_text_and_as_data():
+    made = assemble(EngineConfig(model="demo", platform="cpu", batch_invariant=True, tp=2))
+    assert made.plan.given_up[:2] == (
+        "prompts attend cached latents row by row, as decode steps do, not in tiles of queries",
+        "sums gather the parts of 2 ranks, and each adds them in order",
+    )
+    data = json.loads(json.dumps(made.plan.to_dict(), default=list))
+    assert data["given_up"] == [*made.plan.given_up]
+    for said in made.plan.given_up:
+        assert f"gives up for --batch-invariant: {said}" in render(made.plan)
+    plain = assemble(EngineConfig(model="demo", platform="cpu")).plan
+    assert "given_up" not in plain.to_dict() and "gives up" not in render(plain)
+
+
+def test_trees_of_drafts_are_refused():
+    tree = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+    with pytest.raises(ConfigError, match=r"--speculative-eagle-topk 2 with --batch-invariant: "):
+        EngineConfig(batch_invariant=True, speculative_eagle_topk=2, **tree)
+    EngineConfig(batch_invariant=True, speculative_eagle_topk=1, **tree)
+
+
+def test_the_flag_of_other_engines_is_known():
+    assert KNOWN["--enable-deterministic-inference"] == "batch_invariant"
+
+
+class Group:
+    """Of three ranks that have these parts."""
+
+    rank, size = 1, 3
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def gather_rows(self, x):
+        return torch.cat([p.reshape(1, -1) for p in self.parts])
+
+    def all_to_all(self, x):
+        return torch.cat([p.chunk(3)[self.rank] for p in self.parts])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_add_up_in_their_order(dtype):
+    parts = [torch.tensor([1.0, 1e8, -1e8, 3.0, 5.0, 7.0]) * s for s in (1.0, -0.5, 1e-7)]
+    parts = [p.to(dtype) for p in parts]
+    expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
+    group = InOrder(Group(parts))
+    assert torch.equal(group.all_reduce(parts[1]), expected)
+    assert torch.equal(group.all_reduce(parts[1].view(2, 3)), expected.view(2, 3))
+    rows = [p.view(3, 2) for p in parts]
+    assert torch.equal(InOrder(Group(rows)).reduce_scatter(rows[1]), expected.view(3, 2)[1:2])

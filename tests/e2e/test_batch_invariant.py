@@ -1,0 +1,139 @@
+"""`--batch-invariant`: the same bits for a request, whatever else runs and however it is run.
+
+On the demo model, whose draft layer is trained. Requests are compared with themselves alone, with
+their log-probabilities as 32 bits each.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime_kit.checks.answers import bits, check_coarse, check_float32, forced
+
+SETTINGS = {
+    "platform": "cpu",
+    "context_length": 512,
+    "kv_memory": 24_000_000,
+    "threads": 2,
+    "max_running_requests": 12,
+    "batch_invariant": True,
+}
+DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LENGTHS = (1, 3, 16, 17, 40, 63, 64, 90, 130, 200)
+REQUESTS = 12
+
+
+def drawn(seed):
+    """(prompt, how to sample), some of which begin alike."""
+    draw = random.Random(seed)
+    prompt = [draw.randrange(300, 2000) for _ in range(draw.choice(LENGTHS))]
+    if seed % 3 == 0:
+        prompt = [7 + i % 50 for i in range(draw.choice(LENGTHS))] + prompt[:20]
+    return prompt, SamplingParams(
+        max_tokens=draw.choice((1, 5, 14, 30)),
+        temperature=draw.choice((0.0, 0.0, 0.7, 1.0)),
+        top_p=draw.choice((1.0, 0.9)),
+        seed=seed,
+        logprobs=2,
+        ignore_eos=True,
+    )
+
+
+def answers(llm, numbers):
+    """What the requests of these numbers are answered together."""
+    asked = [drawn(number) for number in numbers]
+    outputs = llm.generate([p for p, _ in asked], [s for _, s in asked])
+    return [bits(output.logprobs) for output in outputs], outputs
+
+
+@cache
+def alone(dtype):
+    """Each request by itself, computed anew: its bits and its tokens."""
+    found = []
+    with LLM("demo", **SETTINGS, dtype=dtype, disable_radix_cache=True) as llm:
+        for number in range(REQUESTS):
+            (own,), (output,) = answers(llm, [number])
+            found.append((own, output.token_ids))
+    return found
+
+
+def check_mixes(llm, dtype, count, seed=0):
+    draw = random.Random(seed)
+    for _ in range(count):
+        numbers = [draw.randrange(REQUESTS) for _ in range(draw.randint(1, 10))]
+        found, _ = answers(llm, numbers)
+        for number, own in zip(numbers, found, strict=True):
+            assert own == alone(dtype)[number][0], f"{number} of {numbers}"
+
+
+WAYS = {
+    "prefix hits": {},
+    "chunks": {"chunked_prefill_size": 13, "max_step_tokens": 29, "page_size": 8},
+    "drafts": DRAFTS,
+    "graphs off": {**DRAFTS, "disable_graph": True},
+    "one thread": {"threads": 1, "disable_radix_cache": True},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
+def test_mixes(dtype, way):
+    with LLM("demo", **{**SETTINGS, **WAYS[way]}, dtype=dtype) as llm:
+        check_mixes(llm, dtype, 3)
+        stats = llm.stats()
+    assert (stats.cached_tokens > 0) == (way != "one thread")
+    assert (stats.accepted_tokens > 0) == (way in ("drafts", "graphs off"))
+
+
+@DTYPES
+@pytest.mark.slow
+def test_two_hundred_mixes(dtype):
+    for way, settings in WAYS.items():
+        with LLM("demo", **{**SETTINGS, **settings}, dtype=dtype) as llm:
+            check_mixes(llm, dtype, 200 // len(WAYS), seed=len(way))
+
+
+@DTYPES
+def test_after_preemption(dtype):
+    bytes_of = {"float32": 3_000_000, "bfloat16": 1_500_000}[dtype]  # of 256 tokens
+    small = {"kv_memory": bytes_of, "context_length": 256, "page_size": 4}
+    with LLM("demo", **{**SETTINGS, **small}, dtype=dtype) as llm:
+        everyone = [number for number in range(REQUESTS) if len(drawn(number)[0]) < 100] * 2
+        found, _ = answers(llm, everyone)
+        assert found == [alone(dtype)[number][0] for number in everyone]
+        assert llm.stats().preemptions > 0
+
+
+@DTYPES
+def test_a_text_is_scored_as_it_was_sampled(dtype):
+    """The log-probabilities of a prompt are, bit for bit, those with which it was drawn."""
+    with LLM("demo", **SETTINGS, dtype=dtype, chunked_prefill_size=37) as llm:
+        found, outputs = answers(llm, range(REQUESTS))
+        assert [bits(scores) for scores in forced(llm, outputs, 2)] == found
+        assert found == [own for own, _ in alone(dtype)]
+
+
+@DTYPES
+def test_two_ranks(dtype):
+    """One rank's bits are not promised to two; theirs are their own."""
+    with LLM("demo", **SETTINGS, dtype=dtype, tp=2, dist_timeout=60) as llm:
+        first = [answers(llm, [number])[0][0] for number in range(6)]
+        for numbers in ([0, 1, 2, 3, 4, 5], [5, 5, 3], [4, 2, 0, 1]):
+            assert answers(llm, numbers)[0] == [first[n] for n in numbers]
+
+
+def test_without_it_answers_are_alike():
+    """Prompts attend expanded keys and values then."""
+    greedy = SamplingParams(max_tokens=20, logprobs=2, ignore_eos=True)
+    prompts = [drawn(number)[0] for number in range(REQUESTS)]
+    with LLM("demo", **SETTINGS, dtype="float32") as llm:
+        ours = llm.generate(prompts, greedy)
+        with LLM("demo", **{**SETTINGS, "batch_invariant": False}, dtype="float32") as plain:
+            theirs = plain.generate(prompts, greedy)
+        check_float32(ours, theirs)
+        check_coarse(ours, theirs, scored_by=llm)
