@@ -9,6 +9,7 @@ from typing import Any
 from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.common.speculation import check as check_speculation
 from ds_runtime.config.fields import check_fields, flag_of, setting
+from ds_runtime.config.ranks import check as check_ranks
 from ds_runtime.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -93,10 +94,14 @@ class EngineConfig:
         0, "number of this machine among --nnodes; only number 0 speaks HTTP", least=0
     )
     dist_init_addr: str | None = setting(
-        None, "HOST:PORT of machine 0, where the ranks of several machines meet"
+        None,
+        "HOST:PORT of machine 0, where the ranks of several machines meet; the next port is used, "
+        "too",
     )
     dist_token_file: str | None = setting(
-        None, "file of a secret that all machines share: a rank without it is refused"
+        None,
+        "file of a secret that all machines share, and prove to each other; what rank 0 tells the "
+        "others is encrypted with it (needed where --dist-init-addr is no loopback address)",
     )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
@@ -308,8 +313,7 @@ class EngineConfig:
                 raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
         _fraction(self)
         check_speculation(self)
-        _divided(self)
-        _several(self)
+        check_ranks(self)
 
     @property
     def fusions(self) -> dict[str, bool]:
@@ -349,48 +353,6 @@ def _fraction(config: EngineConfig) -> None:
     if given[1:]:
         raise ConfigError(
             f"{flag_of(given[0])}: leave it out, or {flag_of(given[1])}: both size one cache"
-        )
-
-
-def _divided(config: EngineConfig) -> None:
-    if not config.enable_dp_attention:
-        return
-    if config.tp == 1 and config.attn_dp == 1:
-        raise ConfigError(
-            "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
-            "give --tp N beside it, or leave it out"
-        )
-    if config.tp % (dp := config.attn_dp):
-        raise ConfigError(
-            f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
-            f"have attention of their own, and --tp {config.tp} does not divide into {dp}: give "
-            f"--tp {dp}, or leave --enable-dp-attention out for {dp} replicas of --tp ranks each"
-        )
-
-
-def _several(config: EngineConfig) -> None:
-    nodes, at = config.nnodes, config.dist_init_addr
-    if config.node_rank >= nodes:
-        raise ConfigError(
-            f"--node-rank {config.node_rank}: machines are numbered from 0, and --nnodes is {nodes}"
-        )
-    if nodes == 1:
-        return
-    if config.tp % nodes:
-        raise ConfigError(
-            f"--nnodes {nodes}: --tp {config.tp} ranks do not divide among so many machines: give "
-            f"a multiple of {nodes}"
-        )
-    if config.replicas > 1:
-        raise ConfigError(
-            f"--dp {config.dp}: replicas run on one machine, and --nnodes is {nodes}: start a "
-            "server for each, or give --enable-dp-attention"
-        )
-    host, _, port = (at or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, an address of machine "
-            "0 that every other one reaches"
         )
 
 
