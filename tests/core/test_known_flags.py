@@ -100,12 +100,19 @@ def test_the_number_of_replicas_and_of_groups_is_one_flag():
     assert parsed("--tp", "4", "--dp", "2", "--enable-dp-attention")[2] == []
 
 
-def test_several_machines_and_torchrun():
+def test_several_machines_and_torchrun(tmp_path):
     line = "--tp 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:5000 --headless"
-    engine, _, notes = parsed(*line.split())
-    assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 2)
-    assert "without --dist-token-file, whoever reaches it may join" in notes[1]
+    with pytest.raises(
+        ConfigError, match=r"^--dist-init-addr 10.0.0.1:5000: other machines .*give"
+    ):
+        parsed(*line.split())
+    for host in ("127.0.0.1", "localhost", "127.1.2.3"):
+        engine, _, notes = parsed(*line.replace("10.0.0.1", host).split())
+        assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 2)
+        assert "without --dist-token-file, whoever is on this machine may join" in notes[1]
     assert len(parsed(*line.split(), "--dist-token-file", "x")[2]) == 1
+    with pytest.raises(ConfigError, match="the port is below 65535, as the next one is used, too"):
+        parsed(*line.replace("5000", "65535").split())
     told = parsed("--dist-init-addr", "h:1")[2]
     assert told == ["--dist-init-addr h:1: not needed: ranks of one machine find each other"]
     given = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
@@ -123,6 +130,14 @@ def test_several_machines_and_torchrun():
         "torchrun: is --tp 8 here"
     ]
     assert torchrun.settle(Namespace(), {"RANK": "0", "WORLD_SIZE": "8"}) == []
+    for flag in ("tp", "tensor-parallel-size"):  # what a file says is said
+        (tmp_path / "c.yaml").write_text(f"{flag}: 16\nnnodes: 2\n")
+        filed = build_parser()[0].parse_args(["serve", "--config", str(tmp_path / "c.yaml")])
+        assert torchrun.settle(filed, given) == [
+            "torchrun: is --node-rank 1 --dist-init-addr h:10 here"
+        ]
+        engine, _ = build(EngineConfig, filed)
+        assert (engine.tp, engine.nnodes, engine.node_rank) == (16, 2, 1)
     assert not torchrun.is_spare({"LOCAL_RANK": "1"})
 
 

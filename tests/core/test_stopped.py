@@ -17,7 +17,7 @@ from ds_runtime.common import stopped
 def children(monkeypatch):
     """Two processes, watched twenty times a second; who is told of is killed."""
     monkeypatch.setattr(stopped, "_LOOK", 0.05)
-    monkeypatch.setattr(stopped, "PATIENCE", 0.5)
+    monkeypatch.setattr(stopped, "STOPPED", 0.5)
     context, over = multiprocessing.get_context("fork"), threading.Event()
     processes = [context.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2)]
     for process in processes:

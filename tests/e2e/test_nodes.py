@@ -56,7 +56,7 @@ def gone(processes, seconds):
 def said(server, seconds=20.0):
     """All that a server wrote, once it has left by itself."""
     code = server.process.wait(seconds)
-    time.sleep(0.2)
+    server._reader.join(5)
     return code, "".join(server.lines)
 
 
@@ -100,19 +100,63 @@ def test_groups_of_attention_on_nodes_of_their_own():
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ((), "rank 1 on node 1 (127.0.0.1) has another secret than rank 0"),
         (("--dp", "2", "--enable-dp-attention"), "attn_dp: 1 here, 2 there"),
         (("--page-size", "32"), "page_size: 16 here, 32 there"),
     ],
 )
 def test_a_node_that_does_not_fit_ends_both_with_the_reason(tmp_path, more, sentence):
-    first, second = secrets(tmp_path, "word", "world" if not more else "word")
-    with nodes(first, (*second, *more)) as servers:
+    token = secrets(tmp_path, "word")[0]
+    with nodes(token, (*token, *more)) as servers:
         every = [process for one in servers for process in tree(one)]
         for one in servers:
             code, text = said(one, 30)
             assert code == 1 and sentence in text
         assert gone(every, 2)
+
+
+@pytest.mark.slow
+def test_a_node_with_another_secret_is_refused_and_may_come_again(tmp_path):
+    first, second = secrets(tmp_path, "word", "world")
+    with nodes(first, second) as (one, two):
+        code, text = said(two, 30)
+        assert code == 1 and "has another secret, or something else listens there" in text
+        assert "Traceback" not in text
+        one.wait("a rank with another secret than rank 0 was refused")
+        number = two.process.args.index("--dist-token-file") + 1
+        again = [first[1] if at == number else word for at, word in enumerate(two.process.args)]
+        two.process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        assert one.wait_url()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_to_every_node_lets_running_requests_end(signals):
+    """As torchrun and Kubernetes send it; two to a node that has no HTTP end it."""
+    with nodes((), ()) as (first, second):
+        url = first.wait_url()
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+        body |= {"stream": True, "temperature": 0}
+        every, tokens, last = tree(first) + tree(second), 0, ""
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            try:
+                for line in reply.iter_lines():
+                    last, tokens = line or last, tokens + line.startswith("data: {")
+                    if tokens == 5:
+                        for one in (second, first):
+                            one.process.send_signal(signal.SIGTERM)
+                        if signals == 2:
+                            time.sleep(0.5)
+                            second.process.send_signal(signal.SIGTERM)
+            except httpx.HTTPError:
+                assert signals == 2
+        codes = [said(one)[0] for one in (first, second)]
+        if signals == 1:
+            assert codes == [0, 0] and last == "data: [DONE]"
+            text = "".join(second.lines)
+            assert "waits up to 25 s for node 0 to end; another signal ends it" in text
+        else:
+            assert codes[1] == 0
+        assert gone(every, 5)
 
 
 @pytest.mark.slow
@@ -134,13 +178,19 @@ def test_a_node_that_dies_ends_the_other(how, which, whom):
         if whom == "rank":
             victim = servers[which].ranks()[0]
         victim.send_signal(how)
+        if how == signal.SIGTERM and which == 1:
+            time.sleep(0.5)
+            victim.send_signal(how)  # one may have come to every node
         code, text = said(other, 10)
         assert gone(every, 2)
         if how == signal.SIGTERM and which == 0:
             assert code == 0
         else:
             name = "rank 0 on node 0" if which == 0 else "rank 1 on node 1"
-            assert code == 1 and name in text and "has left, or cannot be reached" in text
+            lost = name in text and "has left, or cannot be reached" in text
+            known = "engine rank 1 was " in text and "(on node 1)" in text
+            assert code == 1 and (lost or (whom == "rank" and which == 1 and known))
+            assert known or (whom, how, which) != ("rank", signal.SIGKILL, 1)
 
 
 @pytest.mark.slow

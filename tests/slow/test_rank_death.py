@@ -206,10 +206,16 @@ class Front:
             model="demo", platform="mortal", dtype="float32", kv_memory=32_000_000, threads=1,
             context_length=128, tp=2, max_running_requests=2, disable_graph=phase != "capture",
         )  # fmt: skip
-        self.engine = EngineProcesses(config, folder, ("platform",), ("mortal",))
+        self.engine = self.made(config, folder, ("platform",), ("mortal",))
         self.context = zmq.Context()
         self.inbox = bind_pull(self.context, self.engine.from_engine)
         self.outbox = connect_push(self.context, self.engine.to_engine)
+        self.start()
+
+    def made(self, *given):
+        return EngineProcesses(*given)
+
+    def start(self):
         self.engine.start()
         self.family = set().union(*map(family, self.engine.group.pids))
 

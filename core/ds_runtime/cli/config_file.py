@@ -31,6 +31,12 @@ class FromFile:
         return ConfigError(f"--config {self.path}, line {self.lines[name]}: {error}")
 
 
+def given(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says, and `--config FILE` where that says nothing."""
+    said: FromFile | None = getattr(namespace, "config", None)
+    return {**(said.values if said else {}), **vars(namespace)}
+
+
 def add_config_file(parser: argparse.ArgumentParser) -> None:
     """`--config FILE`; every flag of `parser` may stand in it."""
     parser.add_argument(

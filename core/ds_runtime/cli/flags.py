@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ds_runtime.cli.config_file import FromFile
+from ds_runtime.cli.config_file import FromFile, given
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
@@ -48,8 +48,8 @@ def build(config: type[C], namespace: argparse.Namespace) -> tuple[C, frozenset[
     What `--config FILE` says counts where the command line says nothing.
     """
     said: FromFile | None = getattr(namespace, "config", None)
-    given = {**(said.values if said else {}), **vars(namespace)}
-    values = {f.name: _value(given[f.name]) for f in fields(config) if f.name in given}
+    every = given(namespace)
+    values = {f.name: _value(every[f.name]) for f in fields(config) if f.name in every}
     try:
         return config(**values), frozenset(values)
     except ConfigError as e:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
 
+from ds_runtime.cli.config_file import given
+from ds_runtime.common.address import is_loopback
 from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 
 _EXPERTS = (
@@ -148,16 +149,14 @@ SERVING: Mapping[str, str | Spelling] = {
 
 def settle(namespace: Namespace) -> list[str]:
     """What flags mean together; the sentences for the start. Raises ConfigError."""
-    said = getattr(namespace, "config", None)
-    file: Mapping[str, Any] = said.values if said else {}
-    values = {**file, **vars(namespace)}
-    notes = [*file.get("notes", ()), *getattr(namespace, "notes", ())]
+    values, said = given(namespace), getattr(namespace, "config", None)
+    notes = [*(said.values.get("notes", ()) if said else ()), *getattr(namespace, "notes", ())]
     at = values.get("dist_init_addr")
     if at is not None and values.get("nnodes", 1) == 1:
         notes.append(f"--dist-init-addr {at}: not needed: ranks of one machine find each other")
-    elif at is not None and "dist_token_file" not in values:
+    elif at is not None and "dist_token_file" not in values and is_loopback(at.rpartition(":")[0]):
         notes.append(
-            f"--dist-init-addr {at}: without --dist-token-file, whoever reaches it may join"
+            f"--dist-init-addr {at}: without --dist-token-file, whoever is on this machine may join"
         )
     tp, dp = values.get("tp", 1), values.get("dp", 1)
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):

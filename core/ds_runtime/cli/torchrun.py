@@ -9,6 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import MutableMapping
 
+from ds_runtime.cli.config_file import given
+
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "GROUP_RANK",
@@ -43,7 +45,8 @@ def settle(namespace: Namespace, environ: MutableMapping[str, str]) -> list[str]
         port = int(environ["MASTER_PORT"]) + 1
         found |= {"nnodes": nodes, "node_rank": int(environ["GROUP_RANK"])}
         found |= {"dist_init_addr": f"{environ['MASTER_ADDR']}:{port}"}
-    said = {name: value for name, value in found.items() if name not in namespace}
+    asked = given(namespace)
+    said = {name: value for name, value in found.items() if name not in asked}
     for name, value in said.items():
         setattr(namespace, name, value)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in said.items())

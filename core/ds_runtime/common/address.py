@@ -1,7 +1,8 @@
-"""A server as its clients are told of it: `--base-url` and `--api-key`, checked."""
+"""Addresses: a server as its clients are told of it, checked, and hosts that are this machine."""
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -37,6 +38,14 @@ class Address(NamedTuple):
         return Address(
             parts.scheme == "https", parts.hostname, port, netloc, prefix.removesuffix("/v1")
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host as it is written is this machine alone: "localhost", or such a number."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def checked_key(api_key: str | None, flag: str = "--api-key") -> str | None:

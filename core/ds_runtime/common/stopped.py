@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-PATIENCE = 3.0  # seconds for which a child may be stopped
+from ds_runtime.common.patience import STOPPED
+
 _LOOK = 1.0  # between two looks at it
 
 
@@ -28,7 +29,7 @@ def _watch(looks: dict[int, int], over: threading.Event, tell: Callable[[int], N
     while not over.wait(_LOOK):
         for pid in looks:
             looks[pid] = looks[pid] + 1 if _is_stopped(pid) else 0
-            if looks[pid] > PATIENCE / _LOOK:
+            if looks[pid] > STOPPED / _LOOK:
                 tell(pid)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.common.speculation import check as check_speculation
 from ds_runtime.config.fields import check_fields, flag_of, setting
-from ds_runtime.config.ranks import check_ranks
+from ds_runtime.config.ranks import check as check_ranks
 from ds_runtime.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -94,10 +94,14 @@ class EngineConfig:
         0, "number of this machine among --nnodes; only number 0 speaks HTTP", least=0
     )
     dist_init_addr: str | None = setting(
-        None, "HOST:PORT of machine 0, where the ranks of several machines meet"
+        None,
+        "HOST:PORT of machine 0, where the ranks of several machines meet; the next port is used, "
+        "too",
     )
     dist_token_file: str | None = setting(
-        None, "file of a secret that all machines share: a rank without it is refused"
+        None,
+        "file of a secret that all machines share, and prove to each other; what rank 0 tells the "
+        "others is encrypted with it (needed where --dist-init-addr is no loopback address)",
     )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)

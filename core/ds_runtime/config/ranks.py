@@ -1,14 +1,15 @@
-"""Which settings of ranks, groups of them and machines go together. Torch-free."""
+"""Which ranks there are, as flags say it, checked. Torch-free."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from ds_runtime.common.address import is_loopback
 from ds_runtime.errors import ConfigError
 
 
 class RankSettings(Protocol):
-    """The settings of ranks, named as in `EngineConfig`."""
+    """The settings that are about ranks, named as in `EngineConfig`."""
 
     @property
     def tp(self) -> int: ...
@@ -23,13 +24,11 @@ class RankSettings(Protocol):
     @property
     def dist_init_addr(self) -> str | None: ...
     @property
-    def attn_dp(self) -> int: ...
-    @property
-    def replicas(self) -> int: ...
+    def dist_token_file(self) -> str | None: ...
 
 
-def check_ranks(config: RankSettings) -> None:
-    """ConfigError for those that do not."""
+def check(config: RankSettings) -> None:
+    """Raises ConfigError for ranks that there cannot be."""
     _divided(config)
     _several(config)
 
@@ -37,12 +36,12 @@ def check_ranks(config: RankSettings) -> None:
 def _divided(config: RankSettings) -> None:
     if not config.enable_dp_attention:
         return
-    if config.tp == 1 and config.attn_dp == 1:
+    if config.tp == 1 and (config.dp or 1) == 1:
         raise ConfigError(
             "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
             "give --tp N beside it, or leave it out"
         )
-    if config.tp % (dp := config.attn_dp):
+    if config.tp % (dp := config.dp or config.tp):
         raise ConfigError(
             f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
             f"have attention of their own, and --tp {config.tp} does not divide into {dp}: give "
@@ -63,14 +62,27 @@ def _several(config: RankSettings) -> None:
             f"--nnodes {nodes}: --tp {config.tp} ranks do not divide among so many machines: give "
             f"a multiple of {nodes}"
         )
-    if config.replicas > 1:
+    if not config.enable_dp_attention and (config.dp or 1) > 1:
         raise ConfigError(
             f"--dp {config.dp}: replicas run on one machine, and --nnodes is {nodes}: start a "
             "server for each, or give --enable-dp-attention"
         )
     host, _, port = (at or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
         raise ConfigError(
             f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, an address of machine "
-            "0 that every other one reaches"
+            "0 that every other one reaches; the port is below 65535, as the next one is used, too"
+        )
+
+
+def check_secret(config: RankSettings) -> None:
+    """Raises ConfigError where ranks of other machines meet at an address, and share no secret."""
+    at = str(config.dist_init_addr)
+    if config.nnodes == 1 or config.dist_token_file is not None:
+        return
+    if not is_loopback(at.rpartition(":")[0]):
+        raise ConfigError(
+            f"--dist-init-addr {at}: other machines reach it, and whoever does may join: give "
+            "--dist-token-file FILE, with a secret that all machines share (head -c 32 "
+            "/dev/urandom | base64 > FILE)"
         )

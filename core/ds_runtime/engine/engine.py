@@ -18,11 +18,12 @@ from typing import Any
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
+from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.process.failure import PARTING, bounded, during
+from ds_runtime.engine.process.failure import bounded, during
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.speculate.draft_length import Pace
@@ -36,7 +37,7 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
-from ds_runtime.parallel.link import Leader
+from ds_runtime.parallel.leader import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
@@ -231,8 +232,9 @@ class Engine:
         self.scheduler.close()
         if self.leader is not None:
             with during("while it closed"):
-                self.leader.close()
+                self.leader.leave()
                 self.runner.close()
+                self.leader.close()
 
     def part(self) -> None:
         """Close where the other ranks have been ended."""

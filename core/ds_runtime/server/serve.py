@@ -24,6 +24,8 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
 from ds_runtime.server.observe.log import engine_output, logging_to
 
+_LET_GO = 5.0  # seconds for node 0 to end once its requests have
+
 Launch = Callable[[EngineConfig, Path, Collection[str], int], RunningEngine]
 """Makes the engine with a number among the replicas, which is to use a folder."""
 
@@ -80,21 +82,37 @@ def _started(lives: Sequence[Lives]) -> Iterator[None]:
 
 
 def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[str]) -> int:
-    """The ranks of a node that has no HTTP, until rank 0 lets them go (0), they fail (1), or a
-    signal."""
+    """The ranks of a node that has no HTTP, until rank 0 lets them go (0) or they fail (1).
+
+    A signal may have come to every node: rank 0 knows when requests have ended. After
+    --shutdown-timeout, or at the second signal, they leave.
+    """
     from ds_runtime.engine.process.launch import EngineProcesses
 
     tell = engine_output if server.log_format == "json" else None
-    signal.signal(signal.SIGTERM, _leave)
+    asked = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set():
+            sys.exit(0)
+        asked.set()
+
     with logging_to(server), private_folder() as folder:
         engine = EngineProcesses(config, folder, explicit, tell=tell)
         at = f"node {config.node_rank} of {config.nnodes}"
+        signal.signal(signal.SIGTERM, ask)
         try:
             engine.start()
             print(
                 f"{at}: {config.per_node} ranks for node 0 at {config.dist_init_addr}", flush=True
             )
-            engine.group.over.wait()
+            while not engine.group.over.wait(0.25) and not asked.is_set():
+                pass
+            if asked.is_set():
+                patience = server.shutdown_timeout + _LET_GO
+                print(f"{at}: waits up to {patience:g} s for node 0 to end; another signal ends it")
+                sys.stdout.flush()
+                engine.group.over.wait(patience)
         except KeyboardInterrupt:
             return 130
         finally:

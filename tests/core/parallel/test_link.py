@@ -6,16 +6,25 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from socket import create_connection
+from socket import create_connection, create_server
 
 import msgspec
 import pytest
 import zmq
 
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.parallel.link import Hello, Leader, Member, free_port, secret
+from ds_runtime.parallel import leader as leader_module
+from ds_runtime.parallel.leader import Leader
+from ds_runtime.parallel.link import Cause, Hello
+from ds_runtime.parallel.link_end import is_free, numeric, secret
+from ds_runtime.parallel.member import Member
 
-OWN = Hello(0, 3, '{"tp": 3}', "m", "t")
+OWN = Hello(0, 3, '{"tp": 3}', "m")
+
+
+def free_port(host=""):
+    with create_server((host, 0)) as one:
+        return one.getsockname()[1]
 
 
 def differ(here, there):
@@ -38,11 +47,12 @@ class Other:
     hello: Hello
     address: str
     delay: float = 0.0
+    keys: object = None
     found: object = None
 
     def run(self):
         time.sleep(self.delay)
-        member = Member(self.address)
+        member = Member(self.address, self.keys)
         try:
             self.found = [member.greet(self.hello, 5.0)]
             while data := member.receive():
@@ -53,9 +63,9 @@ class Other:
 
 
 @contextmanager
-def others(address, *hellos):
+def others(address, *hellos, keys=None):
     told = [one if isinstance(one, tuple) else (0.0, one) for one in hellos]
-    made = [Other(hello, address, delay) for delay, hello in told]
+    made = [Other(hello, address, delay, keys) for delay, hello in told]
     threads = [threading.Thread(target=one.run) for one in made]
     for thread in threads:
         thread.start()
@@ -77,6 +87,7 @@ def test_ranks_are_told_where_to_meet_then_what_to_do_then_to_leave(address):
         leader.wait("file:///there", 20, lives)
         for text in ("a", "b"):
             leader.send(Word(text))
+        leader.leave()
         leader.close()
     assert [one.found for one in found] == [["file:///there", "a", "b"]] * 2
 
@@ -84,8 +95,6 @@ def test_ranks_are_told_where_to_meet_then_what_to_do_then_to_leave(address):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"token": "u"}, "has another secret than rank 0: give every node the same --dist-token"),
-        ({"token": ""}, "has another secret than rank 0"),
         ({"version": "0.0.9"}, "runs ds-runtime 0.0.9, and rank 0"),
         ({"size": 4}, "has --tp 4, and rank 0 --tp 3"),
         ({"model": "n"}, "has another checkpoint than rank 0, by its config.json"),
@@ -115,7 +124,8 @@ def test_two_nodes_of_one_number_are_refused(tmp_path):
     assert all("came twice" in str(one.found) for one in found)
 
 
-def test_a_rank_that_never_comes_is_named_with_its_node():
+def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):
+    monkeypatch.setattr(leader_module, "LATE", 0.2)
     port = free_port("")
     leader = Leader(f"tcp://127.0.0.1:{port}", OWN, differ, 2)
     one = msgspec.structs.replace(OWN, rank=1)
@@ -166,6 +176,7 @@ def test_strangers_are_not_heard():
         msgspec.msgpack.encode({"rank": 1}),
         b"GET / HTTP/1.1",
         hello.replace(b"\xa1m", b"\xa1\xff"),  # a text that is none
+        msgspec.msgpack.encode(Cause(0.0, 1, "x"))[:-1],
         *map(msgspec.msgpack.encode, others_numbers),
         bytes(1 << 25),
     ):
@@ -173,18 +184,10 @@ def test_strangers_are_not_heard():
     stranger.send_multipart([b"a", b"b", b"c"])
     with others(address, *(msgspec.structs.replace(OWN, rank=r) for r in (1, 2))) as found:
         leader.wait("there", 20, lives)
+        leader.leave()
         leader.close()
     assert [one.found for one in found] == [["there"]] * 2
     context.destroy(linger=0)
-
-
-def test_a_secret_of_any_text_is_compared(tmp_path):
-    leader = Leader(f"ipc://{tmp_path}/r", OWN, differ)
-    odd = msgspec.structs.replace(OWN, rank=1, token="é")
-    with others(f"ipc://{tmp_path}/r", odd):
-        with pytest.raises(ConfigError, match="rank 1 has another secret than rank 0"):
-            leader.wait("there", 20, lives)
-        leader.part()
 
 
 def test_who_keeps_sending_does_not_put_off_the_end(tmp_path):
@@ -193,7 +196,7 @@ def test_who_keeps_sending_does_not_put_off_the_end(tmp_path):
 
     def send():
         while not over.wait(0.01):
-            member._socket.send(b"?")
+            member._end.socket.send(b"?")
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -227,6 +230,7 @@ def test_connections_that_ended_before_a_rank_came_are_not_its_own():
     with create_connection(("127.0.0.1", port)):
         time.sleep(2)
     assert told == []
+    leader.leave()
     leader.close()
     member.close()
 
@@ -259,10 +263,28 @@ def test_the_other_end_is_missed_over_tcp(who):
 
 
 def test_the_secret_of_a_file(tmp_path):
-    (tmp_path / "a").write_text("word\n")
-    (tmp_path / "b").write_text(" \n")
-    assert secret(None) == "" and len(secret(f"{tmp_path}/a")) == 64
+    for name, text in (("a", b"word\n"), ("b", b" \n"), ("d", b"word"), ("e", b"\xff\xc3\xa9")):
+        (tmp_path / name).write_bytes(text)
+    assert secret(None) is None and secret(f"{tmp_path}/a") == secret(f"{tmp_path}/d")
+    assert secret(f"{tmp_path}/e") != secret(f"{tmp_path}/a")
     with pytest.raises(ConfigError, match=r"--dist-token-file .*/b: is empty"):
         secret(f"{tmp_path}/b")
     with pytest.raises(ConfigError, match=r"--dist-token-file .*/c: cannot be read"):
         secret(f"{tmp_path}/c")
+
+
+def test_names_that_mean_this_machine_alone_are_refused(monkeypatch):
+    from ds_runtime.parallel import link_end
+
+    monkeypatch.setattr(link_end, "gethostbyname", {"here": "127.0.1.1", "h": "10.1.2.3"}.get)
+    with pytest.raises(ConfigError, match=r"--dist-init-addr here:5: here this name is 127.0.1.1"):
+        Leader("tcp://here:5", OWN, differ, 1)
+    assert numeric("tcp://h:5") == "tcp://10.1.2.3:5"
+    monkeypatch.undo()
+    assert numeric("tcp://localhost:5") == "tcp://127.0.0.1:5" and numeric("ipc://x") == "ipc://x"
+
+
+def test_a_port_that_somebody_has_is_not_free():
+    with create_server(("127.0.0.1", 0)) as one:
+        assert not is_free("127.0.0.1", one.getsockname()[1])
+    assert is_free("127.0.0.1", free_port())

@@ -8,6 +8,7 @@ from typing import Any
 from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.ranks import check_secret
 from ds_runtime.errors import ConfigError
 
 
@@ -32,6 +33,7 @@ def configs(args: Namespace) -> tuple[EngineConfig, ServerConfig, frozenset[str]
             raise ConfigError(f"{args.folder}: --model {args.model} is given beside it: name one")
         args.model = args.folder
     engine, explicit = build(EngineConfig, args)
+    check_secret(engine)
     return engine, build(ServerConfig, args)[0], explicit
 
 

@@ -20,8 +20,6 @@ from ds_runtime import errors
 if TYPE_CHECKING:
     from ds_runtime.engine.process.rankspec import RankSpec
 
-PARTING = 2.0  # seconds for a communicator to close whose other ranks are gone
-
 
 class Reason(NamedTuple):
     """What a rank left: when it failed, the class of the error, and a sentence."""

@@ -25,18 +25,17 @@ import zmq
 
 from ds_runtime import errors
 from ds_runtime.common import interrupt, progress
-from ds_runtime.common.stopped import PATIENCE, tell_stopped
+from ds_runtime.common.patience import ENDING, NEIGHBOURS, STOPPED, STUCK, THEIRS, WORD
+from ds_runtime.common.stopped import tell_stopped
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Stop, encoder
-from ds_runtime.engine.process.failure import leave_reason, reasons
+from ds_runtime.engine.process.failure import Reason, leave_reason, reasons
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
+from ds_runtime.parallel.link import Cause, report
 
-_GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
-_THEIRS = 1.0  # for the watcher to see that what failed here comes of another rank's death
-_ENDING = 2.0  # for those that are ended
 _LONGEST = 1 << 16  # bytes of a line
 
 Tell = Callable[[RankSpec, str], None]
@@ -70,7 +69,7 @@ class RankGroup:
         self._failed = threading.Event()
         self.failure: errors.DsRuntimeError | None = None
         self._wake, self._woken = multiprocessing.Pipe()
-        self._sentry = None if own is None else Sentry(own.folder)
+        self._sentry = None if own is None else Sentry(own.folder, STUCK)
 
     def start(self) -> None:
         """Start every process (spawn) and the watcher."""
@@ -149,12 +148,12 @@ class RankGroup:
         assert own is not None and self._sentry is not None
         leave_reason(own.folder, own.rank, error)
         if self._processes and not self._ended:
-            self._failed.wait(_THEIRS)
+            self._failed.wait(THEIRS)
             self._stopping.set()
             self._sentry.stir()
             if self.failure is None:
                 self.failure = self._first()
-            self._end(time.monotonic() + _ENDING)
+            self._end(time.monotonic() + ENDING)
             self._sentry.stir()
         return self.failure
 
@@ -200,20 +199,34 @@ class RankGroup:
                 alive.pop(cast(int, one)).join(1.0)  # the sentinel speaks before the exit code
             self._note_silent()
             if not self._stopping.is_set():
-                time.sleep(_GRACE)
-                self.failure = self._first()
-                if self._far and self.failure is None:
+                time.sleep(NEIGHBOURS)
+                if self._first() is None and self._far:
                     continue
+                self._tell_other_nodes(list(alive))
+                self.failure = self._first()
                 self._failed.set()
-                self._end(time.monotonic() + _ENDING)
+                self._end(time.monotonic() + ENDING)
                 break
         self.over.set()
 
+    def _tell_other_nodes(self, alive: list[int]) -> None:
+        """What these ranks have left, and let those that live tell it, and leave, by themselves."""
+        spec = self._specs[0]
+        if not spec.nodes:
+            return
+        for when, rank, _, message in self._left():
+            if when == 0.0 and rank:  # it could not say so itself, and rank 0 hears it
+                report(spec.address, spec.keys, Cause(when, rank, message))
+        deadline = time.monotonic() + 2 * WORD
+        while alive and (left := deadline - time.monotonic()) > 0:
+            ended = wait(alive, left)
+            alive = [one for one in alive if one not in ended]
+
     def _end_stopped(self, pid: int) -> None:
         spec = self._specs[self.pids.index(pid)]
-        said = f"was stopped by a signal and not continued for {PATIENCE:.0f} s"
+        said = f"was stopped by a signal and not continued for {STOPPED:.0f} s"
         error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
-        leave_reason(spec.folder, spec.rank, error)
+        leave_reason(spec.folder, spec.rank, error, 0.0)
         self._processes[self.pids.index(pid)].kill()
 
     def _note_silent(self) -> None:
@@ -227,12 +240,15 @@ class RankGroup:
                 error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
                 leave_reason(spec.folder, spec.rank, error, 0.0)
 
+    def _left(self) -> list[Reason]:
+        """What ranks have left here, the first cause first."""
+        every = self._specs if self._own is None else [*self._specs, self._own]
+        return reasons(every[0].folder, [spec.rank for spec in every])
+
     def _first(self) -> errors.DsRuntimeError | None:
         """The first cause, unless this process, which is a rank, is it."""
-        own = () if self._own is None else (self._own,)
-        every = [*self._specs, *own]
-        found = reasons(every[0].folder, [spec.rank for spec in every])
-        if not found or found[0].rank in [spec.rank for spec in own]:
+        found = self._left()
+        if not found or (self._own is not None and found[0].rank == self._own.rank):
             return None
         return found[0].error()
 

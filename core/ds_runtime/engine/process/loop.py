@@ -30,7 +30,7 @@ from ds_runtime.engine.messages import (
 from ds_runtime.engine.process.failure import described
 from ds_runtime.engine.process.profiler import Profiler
 from ds_runtime.engine.process.rankspec import RankSpec
-from ds_runtime.engine.process.start import start_engine
+from ds_runtime.engine.process.start import start_engine, tell
 from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
 from ds_runtime.errors import RequestError
 
@@ -131,6 +131,7 @@ def serve(spec: RankSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = bind_pull(context, ipc(spec.folder, "to_engine"))
     outbox = connect_push(context, ipc(spec.folder, "from_engine"))
+    engine: Engine | None = None
     try:
         engine = start_engine(spec)
         loop = EngineLoop(engine, inbox, outbox)
@@ -139,6 +140,8 @@ def serve(spec: RankSpec) -> None:
         loop.run()
         engine.close()
     except BaseException as e:
+        if engine is not None and engine.leader is not None:
+            tell(engine.leader, spec, e)
         # Of several ranks, one meets only the broken connection of the one that fell: the watcher
         # in the front end's process knows which was first and why.
         if spec.size == 1:

@@ -13,11 +13,11 @@ import msgspec
 from ds_runtime.assembly.plan import difference
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.process.failure import during, leave
+from ds_runtime.engine.process.failure import described, during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
-from ds_runtime.errors import CheckpointError, UnsupportedError
-from ds_runtime.parallel.link import Member
+from ds_runtime.errors import CheckpointError, EngineDeadError, UnsupportedError
+from ds_runtime.parallel.member import Member
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 
@@ -65,13 +65,32 @@ def differences(here: str, there: str) -> list[str]:
 
 
 def follow(spec: RankSpec) -> None:
-    """The life of a rank other than 0: do what rank 0 does, until it says to leave."""
+    """The life of a rank other than 0: do what rank 0 does, until it says to leave. Raises
+    EngineDeadError where ranks of other nodes end, with why.
+    """
     with during("at the start"):
         assembly = spec.assemble()
-        member = Member(spec.address)
-        own = spec.hello(assembly)
-        world = join(spec, assembly, lambda: member.greet(own, assembly.config.dist_timeout))
-    member.watch(partial(leave, spec))
+        member = Member(spec.address, spec.keys)
+    try:
+        _follow(spec, assembly, member)
+    except BaseException as e:
+        own = described(e, spec.rank)
+        if not (why := member.fail(spec.rank, own)).startswith(own):
+            raise EngineDeadError(why) from e
+        raise
+    member.close()
+
+
+def _follow(spec: RankSpec, assembly: Assembly, member: Member) -> None:
+    own, timeout = spec.hello(assembly), assembly.config.dist_timeout
+
+    def met() -> str:
+        meeting = member.greet(own, timeout)
+        member.watch(partial(leave, spec))  # as long as this one may wait for others
+        return meeting
+
+    with during("at the start"):
+        world = join(spec, assembly, met)
     runner = start_runner(spec, assembly, world)
     decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
     while data := member.receive():
@@ -83,4 +102,3 @@ def follow(spec: RankSpec) -> None:
                 runner.put_adapter(message)
     with during("while it closed"):
         runner.close()
-    member.close()

@@ -12,9 +12,11 @@ from pathlib import Path
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.ranks import check_secret
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
-from ds_runtime.parallel.link import Hello, free_port, secret
+from ds_runtime.parallel.link import Hello
+from ds_runtime.parallel.link_end import LinkKeys, is_free, secret
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -65,14 +67,26 @@ class RankSpec:
         """Where the communicators of all ranks meet: rank 0 chooses, and tells the others."""
         if not self.nodes:
             return f"file://{self.folder / 'rendezvous'}"
-        host = str(self.config.dist_init_addr).rpartition(":")[0]
-        return f"tcp://{host}:{free_port(host)}"
+        host, _, port = str(self.config.dist_init_addr).rpartition(":")
+        beside = int(port) + 1
+        if self.rank == 0 and not is_free(host, beside):
+            raise ConfigError(
+                f"--dist-init-addr {host}:{port}: torch.distributed meets at the next port, and "
+                f"{beside} is in use: give another"
+            )
+        return f"tcp://{host}:{beside}"
+
+    @property
+    def keys(self) -> LinkKeys | None:
+        """What ranks of nodes prove to know. Raises ConfigError where they have to, and cannot."""
+        check_secret(self.config)
+        return secret(self.config.dist_token_file) if self.nodes else None
 
     def hello(self, assembly: Assembly) -> Hello:
         """What this rank says of itself to rank 0."""
         plan = json.dumps(assembly.plan.to_dict(), default=list)
         model = hashlib.sha256((assembly.folder / "config.json").read_bytes()).hexdigest()
-        return Hello(self.rank, self.size, plan, model, secret(self.config.dist_token_file))
+        return Hello(self.rank, self.size, plan, model)
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 LEFT = b"."  # what a rank writes that leaves because it was told to
-PATIENCE = 4.0  # seconds for a call to notice by itself, as most communicators do
 _LOOK = 0.25
 _COUNTER = 8  # bytes
 
@@ -37,8 +36,9 @@ _COUNTER = 8  # bytes
 class Sentry:
     """The process, and the counter that it looks at. Close it when the ranks have ended."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, patience: float) -> None:
+        """patience: seconds for a call to notice by itself, as most communicators do."""
+        self._folder, self._patience = folder, patience
         path = folder / "calls"
         path.write_bytes(bytes(_COUNTER))
         with path.open("r+b") as file:
@@ -49,7 +49,7 @@ class Sentry:
     def start(self, lives: Mapping[int, Connection], pids: Mapping[int, int]) -> None:
         """Watch. lives: by rank, the pipe that ends with it, closed here; pids: of these ranks."""
         ranks = [[rank, pids[rank], pipe.fileno()] for rank, pipe in lives.items()]
-        given = json.dumps([os.getpid(), os.fspath(self._folder), ranks])
+        given = json.dumps([os.getpid(), os.fspath(self._folder), ranks, self._patience])
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, given],
             stdin=subprocess.PIPE,
@@ -89,7 +89,7 @@ class Sentry:
             process.wait()
 
 
-def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> None:
+def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]], patience: float) -> None:
     """The life of the process: until its standard input ends, or until it had to act."""
     pids, names = {fd: pid for _, pid, fd in ranks}, {fd: rank for rank, _, fd in ranks}
     gone: list[int] = []
@@ -105,7 +105,7 @@ def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> No
         now, (before, counter) = time.monotonic(), (counter, _read(folder))
         if ready or counter != before or not counter % 2:
             since = now
-        elif now - since > PATIENCE:
+        elif now - since > patience:
             break
     reason = _cause(folder, names[dead[0]])
     print(

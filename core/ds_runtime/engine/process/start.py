@@ -10,12 +10,13 @@ from typing import Protocol
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.common.patience import PARTING
 from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.process.failure import PARTING, bounded, during, leave
+from ds_runtime.engine.process.failure import bounded, described, during, leave
 from ds_runtime.engine.process.ranks import differences, join, start_runner
 from ds_runtime.engine.process.rankspec import RankSpec
-from ds_runtime.parallel.link import Leader
+from ds_runtime.parallel.leader import Leader
 from ds_runtime.platform.compilations import serving
 
 
@@ -52,16 +53,17 @@ def start_engine(
     try:
         with during("at the start"):
             if spec.size > 1:
-                leader = Leader(spec.address, spec.hello(assembly), differences, spec.nodes)
+                own = spec.hello(assembly)
+                leader = Leader(spec.address, own, differences, spec.nodes, spec.keys)
             if others is not None:
                 others.start()
             world = join(spec, assembly, lambda: _meet(spec, leader, assembly, others))
-        if leader is not None:
-            leader.watch(partial(leave, spec))
         runner = start_runner(spec, assembly, world)
         with during("while it built the engine"):
             engine = Engine(assembly, runner, leader)
     except BaseException as e:
+        if leader is not None:
+            tell(leader, spec, e)
         if others is not None:  # else whoever watches this process ends the others
             others.fail(e)
             if leader is not None:
@@ -78,6 +80,20 @@ def _meet(
 ) -> str:
     meeting = spec.meeting()
     if leader is not None:
+        if spec.nodes:
+            print(
+                f"ds-runtime: rank 0 waits at {leader.address} for the ranks of other nodes, which "
+                f"then meet at {meeting}",
+                file=sys.stderr,
+                flush=True,
+            )
         check = (lambda: None) if others is None else others.poll
         leader.wait(meeting, assembly.config.dist_timeout, check)
+        leader.watch(partial(leave, spec))  # as long as one may wait for the others
     return meeting
+
+
+def tell(leader: Leader, spec: RankSpec, error: BaseException) -> None:
+    """Rank 0 has failed: the ranks of other nodes get to know why."""
+    if spec.nodes:
+        leader.fail(described(error, spec.rank))

@@ -1,0 +1,278 @@
+"""Rank 0's end of the link."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from ds_runtime.common.patience import LATE, LINGER, SIGN, WORD
+from ds_runtime.errors import ConfigError, DsRuntimeError, EngineDeadError
+from ds_runtime.parallel.link import (
+    BYE,
+    ENDS,
+    LEAVE,
+    LEFT,
+    SIGN_OF_LIFE,
+    Cause,
+    Hello,
+    Lost,
+    RankPlace,
+    Welcome,
+)
+from ds_runtime.parallel.link_end import LinkEnd, LinkKeys, numeric
+
+_LOOK = 100  # milliseconds
+_LONGEST = 10_000  # characters of a reason
+_SILENT = 1.0  # when a rank failed that cannot say so: before those that failed with it
+
+Differ = Callable[[str, str], list[str]]
+"""Says how two plans differ: that of rank 0, and another's."""
+
+
+class Leader:
+    """Rank 0's end. own: its hello; differ: compares plans; per_node: ranks of a node; keys: what
+    others prove to know. Raises ConfigError where the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        own: Hello,
+        differ: Differ,
+        per_node: int = 0,
+        keys: LinkKeys | None = None,
+    ) -> None:
+        self._own, self._differ, self._per_node = own, differ, per_node
+        self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
+        self._causes: list[Cause] = []
+        self._strangers, self._leaving = 0, False
+        self._watcher: threading.Thread | None = None
+        self._end = LinkEnd(zmq.ROUTER, address, keys)
+        self._decoder = msgspec.msgpack.Decoder(Hello | Cause)
+        try:
+            self.address = numeric(address)
+            self._end.socket.bind(self.address)
+        except BaseException as e:
+            self._end.close()
+            if not isinstance(e, zmq.ZMQError | OSError):
+                raise
+            raise ConfigError(
+                f"--dist-init-addr {address.removeprefix('tcp://')}: cannot be had on this node: "
+                f"{e}; it is an address of node 0, with a port that nobody uses"
+            ) from e
+
+    def wait(self, meet: str, timeout: float, check: Callable[[], str | None]) -> None:
+        """Until every rank has said hello; then tell all to meet at this address. `check` gives the
+        reason when one has died. Raises ConfigError where one does not fit, EngineDeadError.
+        """
+        deadline, looks = time.monotonic() + timeout, 0
+        try:
+            while missing := self._missing():
+                looks += 1
+                with self._end.lock:
+                    self._read(_LOOK)
+                    if self._end.far and looks % int(SIGN * 1000 / _LOOK) == 0:
+                        self._give_sign()
+                if self._causes:
+                    raise EngineDeadError(min(self._causes).message)
+                if (reason := check()) is not None:
+                    raise EngineDeadError(reason)
+                if time.monotonic() > deadline:
+                    raise EngineDeadError(self._late(missing, timeout))
+        except BaseException as e:
+            self._refuse(e)
+            raise
+        with self._end.lock:
+            self._send(msgspec.msgpack.encode(Welcome(meet)))
+
+    def _missing(self) -> list[int]:
+        come = {place.rank for place in self._ranks.values()}
+        return [rank for rank in range(1, self._own.size) if rank not in come]
+
+    def _read(self, milliseconds: int) -> None:
+        """What others say, for so long at most. Raises ConfigError for one that does not fit."""
+        socket = self._end.socket
+        self._look_at_strangers()
+        if not socket.poll(milliseconds):
+            return
+        name, *_, data = socket.recv_multipart(copy=False)
+        if data.bytes == LEFT:
+            if self._leaving:
+                self._ranks.pop(name.bytes, None)
+            return
+        try:
+            said = self._decoder.decode(data.bytes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # a stranger
+        if isinstance(said, Cause):
+            self._causes.append(self._placed(said))
+        elif 0 < said.rank < self._own.size:
+            self._greet(name.bytes, said, str(data.get("Peer-Address")) if self._per_node else "")
+
+    def _look_at_strangers(self) -> None:
+        while (event := self._end.happened(0)) is not None:
+            if event.another_secret and not self._strangers:
+                print(
+                    "ds-runtime: a rank with another secret than rank 0 was refused: give every "
+                    "node the same --dist-token-file, and start that one again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._strangers += event.another_secret
+
+    def _placed(self, cause: Cause) -> Cause:
+        node = cause.rank // self._per_node if self._per_node else 0
+        message = cause.message[:_LONGEST] + (f" (on node {node})" if node else "")
+        return Cause(cause.when, cause.rank, message)
+
+    def _greet(self, name: bytes, hello: Hello, peer: str) -> None:
+        place = RankPlace(hello.rank, self._per_node or 1, peer)
+        why = self._unfit(hello, place)
+        if not why and hello.rank not in self._missing():
+            why = f"{place} came twice: give every node a --node-rank of its own"
+        self._ranks[name] = place
+        if why:
+            raise ConfigError(why)
+
+    def _unfit(self, hello: Hello, place: RankPlace) -> str:
+        own = self._own
+        if hello.version != own.version:
+            return (
+                f"{place} runs ds-runtime {hello.version}, and rank 0 {own.version}: install the "
+                "same version on every node"
+            )
+        if hello.size != own.size:
+            return f"{place} has --tp {hello.size}, and rank 0 --tp {own.size}: give every node one"
+        if hello.model != own.model:
+            return (
+                f"{place} has another checkpoint than rank 0, by its config.json: give every node "
+                "the same --model"
+            )
+        if hello.plan != own.plan:
+            changes = self._differ(own.plan, hello.plan) or ["other notes, ranks or refusals"]
+            return (
+                "the ranks decided differently, so they cannot work together; give every rank the "
+                "same packages, devices and flags:"
+                + "".join(f"\n  {place} (there) against rank 0 (here): {x}" for x in changes)
+            )
+        return ""
+
+    def _late(self, missing: list[int], timeout: float) -> str:
+        names = ", ".join(map(str, missing))
+        nodes = sorted({rank // self._per_node for rank in missing}) if self._per_node else []
+        on = f" on node {', '.join(map(str, nodes))}" if nodes else ""
+        said = f"rank {names}{on} did not start within {timeout:.0f} s (--dist-timeout)"
+        if self._strangers:
+            said += "; ranks with another secret (--dist-token-file) were refused"
+        return said
+
+    def _refuse(self, error: BaseException) -> None:
+        """Tell why, also those that come a little later."""
+        data = msgspec.msgpack.encode(Welcome(refused=str(error)))
+        told, stay = set[bytes](), self._end.far and isinstance(error, DsRuntimeError)
+        deadline = time.monotonic() + (LATE if stay else 0.0)
+        while True:
+            with self._end.lock:
+                for name in self._ranks.keys() - told:
+                    self._send_to(name, data)
+                told |= self._ranks.keys()
+                failed = {cause.rank for cause in self._causes}
+                if not {*self._missing()} - failed or time.monotonic() >= deadline:
+                    return
+                try:
+                    self._read(_LOOK)
+                except ConfigError:
+                    continue  # it is told all the same
+
+    def _send_to(self, name: bytes, data: bytes) -> bool:
+        """Whether there is such a connection."""
+        try:
+            self._end.socket.send_multipart((name, data))
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _send(self, data: bytes) -> None:
+        for name in self._ranks:
+            self._send_to(name, data)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Have every other rank do the same."""
+        if self._ranks:
+            data = msgspec.msgpack.encode(message)
+            with self._end.lock:
+                if not self._end.closing.is_set():
+                    self._send(data)
+
+    def _give_sign(self) -> None:
+        """To every rank: those that cannot be reached have ended."""
+        for name, place in self._ranks.items():
+            if not self._send_to(name, SIGN_OF_LIFE):
+                said = f"{place} has left, or cannot be reached any more"
+                self._causes.append(Cause(_SILENT, place.rank, said))
+
+    def watch(self, lost: Lost) -> None:
+        """From now on tell all ranks, and `lost`, when one of another node has failed, or is gone
+        that was not told to leave.
+        """
+        if self._end.far:
+            args, name = (lost,), "ds-runtime link"
+            self._watcher = threading.Thread(target=self._watch, args=args, name=name, daemon=True)
+            self._watcher.start()
+
+    def _watch(self, lost: Lost) -> None:
+        deadline, sign = 0.0, 0.0
+        while not deadline or time.monotonic() < deadline:
+            if self._end.closing.wait(_LOOK / 1000):
+                return
+            with self._end.lock:
+                if self._end.closing.is_set():
+                    return
+                self._read(0)
+                if time.monotonic() >= sign:
+                    self._give_sign()
+                    sign = time.monotonic() + SIGN / 2
+                if self._causes and not deadline:  # another may have failed before
+                    deadline = time.monotonic() + WORD
+        first, own = min(self._causes), [c.message for c in self._causes if c.rank == 0]
+        with self._end.lock:
+            self._send(ENDS + first.message.encode())
+        self._end.close()
+        if not any(map(first.message.startswith, own)):
+            lost(first.message)
+
+    def fail(self, message: str) -> None:
+        """Rank 0 has failed: tell all why the ranks end, and `lost` if another failed before. On
+        one node whoever started them tells.
+        """
+        if self._watcher is not None and not self._end.closing.is_set():
+            with self._end.lock:
+                self._causes.append(Cause(time.time(), 0, message))
+            self._watcher.join(WORD + 2 * LINGER)
+
+    def leave(self) -> None:
+        """Tell the others to leave. Until `close` those are missed that have not."""
+        with self._end.lock:
+            self._leaving = True
+            if not self._end.closing.is_set():
+                self._send(LEAVE)
+
+    def close(self) -> None:
+        """Leave; the others have been told to."""
+        with self._end.lock:
+            if self._end.closing.is_set():
+                return  # they have been told why they end
+            self._end.closing.set()
+            self._send(BYE)
+        self._end.close()
+
+    def part(self) -> None:
+        """Let go of others that have been ended, or are refused."""
+        self._end.close()

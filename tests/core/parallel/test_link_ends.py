@@ -1,0 +1,206 @@
+"""Why ranks of several nodes end: the first cause reaches all of them, whoever says it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from test_link import OWN, Word, differ, free_port, lives, others
+
+from ds_runtime.common.patience import WHOLE
+from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.parallel.leader import Leader
+from ds_runtime.parallel.link import Cause, Hello, report
+from ds_runtime.parallel.member import Member
+
+MATES = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
+
+
+class Told:
+    """What `lost` was given."""
+
+    def __init__(self):
+        self.why, self.event = None, threading.Event()
+
+    def __call__(self, why):
+        self.why = why
+        self.event.set()
+
+
+@contextmanager
+def three(watched=True):
+    """Rank 0, and two others on nodes of their own: ends, and what each is told."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader, ends = Leader(address, OWN, differ, 1), [Member(address) for _ in MATES]
+    met = threading.Thread(target=leader.wait, args=("there", 20, lives))
+    met.start()
+    greeted = [
+        threading.Thread(target=end.greet, args=(mate, 20))
+        for end, mate in zip(ends, MATES, strict=True)
+    ]
+    for thread in greeted:
+        thread.start()
+    for thread in (*greeted, met):
+        thread.join()
+    told = [Told() for _ in range(3)]
+    for end, one in zip((leader, *ends), told, strict=True) if watched else ():
+        end.watch(one)
+    yield address, leader, ends, told
+    leader.leave()
+    leader.close()
+    for end in ends:
+        end.close()
+
+
+def test_a_rank_that_fails_tells_all():
+    with three() as (_, _, ends, told):
+        begin = time.monotonic()
+        assert ends[1].fail(2, "engine rank 2 failed: x") == "engine rank 2 failed: x (on node 2)"
+        for one in told[:2]:
+            assert one.event.wait(WHOLE) and one.why == "engine rank 2 failed: x (on node 2)"
+        assert time.monotonic() - begin < WHOLE / 2
+
+
+def test_one_that_was_killed_is_told_of_by_another_and_is_first():
+    """Others fail before that is known, since their connections to it broke."""
+    with three() as (address, leader, ends, told):
+        failed = threading.Thread(target=leader.fail, args=("rank 0 failed: closed by peer",))
+        failed.start()
+        ends[1].close()
+        report(address, None, Cause(0.0, 2, "engine rank 2 was ended by SIGKILL"))
+        said = "engine rank 2 was ended by SIGKILL (on node 2)"
+        assert ends[0].fail(1, "rank 1 failed: closed by peer") == said
+        failed.join()
+        assert told[0].why == said
+
+
+def test_rank_0_that_fails_tells_all_and_goes_on_with_its_own_error():
+    with three() as (_, leader, ends, told):
+        leader.fail("engine rank 0 failed: y")
+        with pytest.raises(EngineDeadError, match=r"^engine rank 0 failed: y$"):
+            ends[0].receive()
+        assert told[2].event.wait(5) and told[2].why == "engine rank 0 failed: y"
+        assert told[0].why is None
+
+
+def test_the_same_error_on_all_ranks_stays_what_it_is():
+    with three() as (_, leader, ends, told):
+        said = [None, None]
+
+        def fail(number):
+            said[number] = ends[number].fail(number + 1, "KV cache: too small")
+
+        threads = [threading.Thread(target=fail, args=(number,)) for number in range(2)]
+        for one in threads:
+            one.start()
+        time.sleep(0.1)
+        leader.fail("KV cache: too small")
+        for one in threads:
+            one.join()
+        assert told[0].why is None
+        assert all(one.startswith("KV cache: too small") for one in said)
+
+
+def test_one_that_vanishes_is_named():
+    with three() as (_, _, ends, told):
+        ends[1].close()
+        for one in told[:2]:
+            assert one.event.wait(WHOLE)
+            assert one.why.startswith("rank 2 on node 2 (127.0.0.1) has left, or cannot")
+
+
+def test_who_is_busy_hears_the_word_to_leave_and_takes_it_after_its_steps():
+    with three() as (_, leader, ends, told):
+        leader.send(Word("a"))
+        leader.leave()
+        leader.close()
+        time.sleep(4)  # in a step
+        assert [one.why for one in told] == [None] * 3
+        for end in ends:
+            data = end.receive()
+            assert msgspec.msgpack.decode(data, type=Word).text == "a" and end.receive() == b""
+
+
+def test_who_waits_hears_nothing_of_signs_of_life():
+    with three() as (_, leader, ends, _):
+        time.sleep(2.5)
+        leader.send(Word("a"))
+        assert msgspec.msgpack.decode(ends[0].receive(), type=Word).text == "a"
+
+
+def test_a_rank_that_dies_while_others_are_awaited_is_missed_at_once():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader, one, found = Leader(address, OWN, differ, 1), Member(address), []
+
+    def wait():
+        with pytest.raises(EngineDeadError) as ended:
+            leader.wait("there", 100, lives)
+        found.append(str(ended.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    one._end.socket.send(msgspec.msgpack.encode(MATES[0]))
+    time.sleep(1)
+    one.close()
+    begin = time.monotonic()
+    with others(address, (1.5, MATES[1])) as late:
+        waiting.join()
+    assert (
+        found[0].startswith("rank 1 on node 1 (127.0.0.1) has left")
+        and time.monotonic() < begin + 8
+    )
+    assert str(late[0].found) == found[0]
+    leader.part()
+
+
+def test_rank_0_that_dies_while_others_are_awaited_is_missed_at_once():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader = Leader(address, OWN, differ, 1)
+    with others(address, MATES[0]) as found:
+        time.sleep(0.5)
+        begin = time.monotonic()
+        leader.part()
+    assert time.monotonic() - begin < 3
+    assert isinstance(found[0].found, EngineDeadError)
+    assert str(found[0].found).startswith("rank 0 on node 0 (127.0.0.1")
+
+
+def test_a_failure_before_all_have_met_is_told_with_its_reason():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader = Leader(address, OWN, differ, 1)
+    with others(address, MATES[0]) as found:
+        threading.Timer(0.3, report, (address, None, Cause(0.0, 2, "rank 2: no device"))).start()
+        with pytest.raises(EngineDeadError, match=r"^rank 2: no device \(on node 2\)"):
+            leader.wait("there", 20, lives)
+        leader.part()
+    assert str(found[0].found) == "rank 2: no device (on node 2)"
+
+
+@pytest.mark.parametrize("after", [0.1, 2.0])
+def test_who_comes_after_a_refusal_is_told_why(after):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader, bad = (
+        Leader(address, OWN, differ, 1),
+        msgspec.structs.replace(MATES[0], version="0.0.9"),
+    )
+    with others(address, bad, (after, MATES[1])) as found:
+        with pytest.raises(ConfigError, match=r"runs ds-runtime 0\.0\.9") as refusal:
+            leader.wait("there", 60, lives)
+        leader.part()
+    assert [str(one.found) for one in found] == [str(refusal.value)] * 2
+
+
+def test_any_timeout_can_be_waited_for():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader = Leader(address, msgspec.structs.replace(OWN, size=2), differ, 1)
+    met = threading.Thread(target=leader.wait, args=("there", 1e12, lives))
+    met.start()
+    one = Member(address)
+    assert one.greet(Hello(1, 2, OWN.plan, "m"), 1e12) == "there"
+    met.join()
+    leader.leave()
+    leader.close()
+    one.close()
