@@ -219,9 +219,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prompt goes on where no snapshot is",
         "core/ds_runtime/kv/snapshots.py",
-        "        while node.parent is not None and not self.has(node):\n",
+        "        while node.parent is not None and node not in self:\n",
         "        while False:\n",
         ("tests/core/engine/test_snapshots.py",),
+    ),
+    Fault(
+        "what prompts have gone on from is pushed out",
+        "core/ds_runtime/kv/snapshots.py",
+        "if len(self._read) > self.pool.num_pages // 4:",
+        "if self._read:",
+        ("tests/core/engine/test_snapshots.py", "tests/core/engine/test_toy_model.py"),
     ),
     Fault(
         "answers under way take every snapshot",

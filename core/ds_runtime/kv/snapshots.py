@@ -48,14 +48,10 @@ class Snapshots:
         """How many nodes have one."""
         return len(self._new) + len(self._read)
 
-    def has(self, node: Node) -> bool:
-        """Whether a prompt can go on from there."""
-        return node in self._new or node in self._read
-
     def resumable(self, found: Match) -> Match:
         """The part of a path that a request can go on from: up to its last node with a snapshot."""
         node, pages = found.node, found.pages
-        while node.parent is not None and not self.has(node):
+        while node.parent is not None and node not in self:
             node = node.parent
             pages = pages[:-1]
         return Match(node, pages)
@@ -63,7 +59,23 @@ class Snapshots:
     def lose(self, node: Node) -> None:
         """The node leaves, or nothing goes on from it."""
         if (block := self._forget(node)) >= 0:
-            self._give(block)
+            self.give(block)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._new or node in self._read
+
+    def adopt(self, node: Node, block: int) -> None:
+        """It has what stands for this node."""
+        if node in self._read:
+            self.give(block)
+            return
+        if (twin := self._new.pop(node, -1)) >= 0:
+            self.give(twin)
+        self._new[node] = block
+
+    def give(self, block: int) -> None:
+        """It is free."""
+        self.pool.free([block - self._first])
 
     # ---- the requests' side ----
 
@@ -113,18 +125,13 @@ class Snapshots:
             return
         if node is not None and at == request.num_shared * self.page_size:
             block, request.snapshot = request.snapshot, -1
-            if node in self._read:
-                self._give(block)
-            else:
-                if (twin := self._new.pop(node, -1)) >= 0:
-                    self._give(twin)
-                self._new[node] = block
+            self.adopt(node, block)
 
     def end(self, request: Holder) -> None:
         """It gives its row back."""
         self.publish(request, ended=True)
         if request.snapshot >= 0:
-            self._give(request.snapshot)
+            self.give(request.snapshot)
         request.snapshot, request.snapshot_at = -1, 0
 
     def drain(self) -> list[tuple[int, int]]:
@@ -143,6 +150,7 @@ class Snapshots:
 
     def _use(self, node: Node) -> int:
         """Its block. A prompt goes on from there."""
+        assert node in self, "nobody has a snapshot there"
         block = self._read[node] = self._forget(node)
         self.num_hits += 1
         if len(self._read) > self.pool.num_pages // 4:
@@ -151,19 +159,16 @@ class Snapshots:
         return block
 
     def _take(self, answers: bool) -> int:
-        """A block for a request that answers, or computes a prompt; −1 if there is none."""
+        """A block for a request that answers, or for what others go on from; −1 if none is left."""
         count, free = self.pool.num_pages, self.pool.num_free
         if answers and count - free - self.num_kept >= count // 2:
             return -1
         if not free:
-            if (node := next(iter(self._new), None)) is None:
+            if (oldest := next(iter(self._new), None)) is None:
                 return -1
-            self.lose(node)
+            self.lose(oldest)
             self.num_evicted += 1
         return self.pool.alloc(1)[0] + self._first
-
-    def _give(self, block: int) -> None:
-        self.pool.free([block - self._first])
 
     def check(self, holders: Sequence[Holder]) -> None:
         """Assert that each block is free, a request's, or a node's, and never two of these."""

@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
 
     def forget(self) -> None:
         """Pages have left, and snapshots with them."""
-        self.read = [node for node in self.read if self.made.has(node)]
+        self.read = [node for node in self.read if node in self.made]
 
     def copy(self) -> None:
         for source, target in self.made.drain():
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         self.copy()
         for node, block in (*self.made._new.items(), *self.made._read.items()):
             assert self.states[block] == self.history[node.page]
-        assert all(self.made.has(node) for node in self.read)
+        assert all(node in self.made for node in self.read)
         for request in self.here:
             if request.snapshot >= 0:
                 known = request.salt, *request.tokens(0, request.snapshot_at)
