@@ -13,6 +13,8 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig, check_graph_sizes
 from ds_runtime.config.graph_sizes import prefill_graph_sizes
+from ds_runtime.engine.capture import prefill
+from ds_runtime.engine.device import programs
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.platform.graphs import borrowed
@@ -155,10 +157,8 @@ def test_sizes_that_nobody_gave_are_captured_at_the_start(tiny, recorded):  # no
     runner = make(tiny, recorded, disable_prefill_graph=False)
     runner.warm_up()
     backend, layers = runner.platform.backend, runner.assembly.model.layers
-    assert [graph.is_captured for graph in runner.programs.op_by_op.prefills._graphs] == [
-        True,
-        True,
-    ]
+    assert len(runner.programs.op_by_op.prefills.sizes) == 2
+    assert not runner.programs.capture_one()
     for row, length in enumerate((5, 20, 17)):
         cached = [cache.clone() for cache in runner.caches]
         for plan in steps([length], [2 * row]):
@@ -199,6 +199,37 @@ def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
     ]
     runner.collect(runner.launch(StepPlan(step=9, works=works)))
     assert runner.platform.backend.replays == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_what_the_start_has_no_time_for_is_captured_while_idle(tiny, recorded, monkeypatch, count):  # noqa: F811
+    """The largest first, then ever closer together. A step takes the next larger one meanwhile, and
+    none is captured beside it."""
+    monkeypatch.setattr(prefill, "_SECONDS", 0.0)
+    monkeypatch.setattr(programs, "prefill_graph_sizes", lambda config: range(3, 3 * count + 1, 3))
+    runner = make(tiny, recorded, disable_prefill_graph=False)
+    runner.warm_up()
+    made, prefills = runner.programs, runner.programs.op_by_op.prefills
+    assert prefills.sizes == ()
+    for number in range(1, count + 1):
+        assert made.capture_one()
+        assert len(prefills.sizes) == number and prefills.sizes[-1] == 3 * count
+        gaps = [b - a for a, b in itertools.pairwise((0, *prefills.sizes))]
+        assert max(gaps) <= 3 * max(1, 4 * count // number)
+        before = len(runner.platform.backend.replays)
+        assert prefills.graph_for(1).size == prefills.sizes[0]
+        (plan,) = steps([3], [0])
+        runner.collect(runner.launch(plan))
+        assert len(runner.platform.backend.replays) == before
+    assert not made.capture_one() and prefills.sizes == (*range(3, 3 * count + 1, 3),)
+
+
+def test_ranks_and_users_have_all_sizes_at_the_start(tiny, recorded, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(prefill, "_SECONDS", 0.0)
+    runner = make(tiny, recorded, **ON)
+    runner.warm_up()
+    assert runner.programs.op_by_op.prefills.sizes == (8, 24, 60)
+    assert not runner.programs.capture_one()
 
 
 def test_a_size_that_cannot_be_captured_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811

@@ -198,7 +198,7 @@ class EngineConfig:
         None,
         "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
         "next (default: ever wider apart up to a chunk and a token of every request, at most "
-        "--max-prefill-graph-size)",
+        "--max-prefill-graph-size; with one rank some of them once it is idle)",
     )
     max_prefill_graph_size: int = setting(
         1024, "largest step with prompts to capture unasked, by number of tokens", least=1

@@ -91,6 +91,11 @@ class Engine:
         """Whether `step` has something to do."""
         return self.scheduler.has_work or bool(self._compiling)
 
+    def prepare(self) -> bool:
+        """While there is no work: do a little of what later steps would have to wait for; whether
+        there is more of it."""
+        return self.runner.programs.capture_one()
+
     def submit(self, message: Submit) -> Failed | None:
         """Queue one choice, or say why not. With rules for its output it waits for their grammar;
         what is wrong with those comes out of a step.

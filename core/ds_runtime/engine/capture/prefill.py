@@ -10,7 +10,8 @@ attention, op by op.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
+import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +31,8 @@ from ds_runtime.parallel.exchange import RowExchange
 from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
+
+_SECONDS = 8.0  # of captures at a start that need not make all
 
 
 class PiecewiseModel(Protocol):
@@ -191,7 +194,9 @@ class PrefillGraph:
 
 
 class PrefillGraphs:
-    """The captured steps of a runner."""
+    """The captured steps of a runner: at the start all, or as many as `_SECONDS` allow, ever closer
+    together; the others while there is nothing else to do. Until then steps take larger ones.
+    """
 
     def __init__(
         self,
@@ -201,33 +206,59 @@ class PrefillGraphs:
         recorder: Recorder,
         adapts: bool,
     ) -> None:
-        """caches: as `pieces` takes them. adapts: rows may have adapters."""
+        """sizes: rising. caches: as `pieces` takes them. adapts: rows may have adapters."""
         self._recorder = recorder
         rows = StepRows.of(model, max(sizes), next(iter(caches)).device, adapts)
-        self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in sizes]
-        self.sizes: tuple[int, ...] = ()  # of what is captured, rising
+        # The largest first: the others find their memory in its pool.
+        every = [PrefillGraph(model, caches, rows.first(size)) for size in reversed(sizes)]
+        places = sorted(range(len(every)), key=lambda i: -(i & -i or len(every)))
+        self._missing = [every[i] for i in reversed(places)]  # the last is next
+        self._graphs: list[PrefillGraph] = []
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of what is captured, rising."""
+        return tuple(graph.size for graph in self._graphs)
 
     @torch.inference_mode()
     def capture(self, required: bool = True, progress: bool = False) -> None:
-        """Capture every size, the largest first: the others find their memory in its pool. Raises
-        PluginError where a kernel cannot be captured; unless all are `required`, a warning says
-        why, and steps that would take that size take the next one or go on op by op.
+        """At the start. required: every size is; raises PluginError where a kernel cannot be
+        captured.
         """
-        total = len(self._graphs)
-        with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
-            for graph in reversed(self._graphs):
-                try:
-                    graph.capture(self._recorder)
-                except DsRuntimeError as e:
-                    if required:
-                        raise
-                    log.warning("steps with prompts go on op by op: %s", e)
+        total, until = len(self._missing), time.monotonic() + _SECONDS
+        with (
+            Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar,
+            self._recorder.checked,
+        ):
+            while self._missing and (required or time.monotonic() < until):
+                self._capture(required)
                 bar.advance(1)
-        self._graphs = [graph for graph in self._graphs if graph.is_captured]
-        self.sizes = tuple(graph.size for graph in self._graphs)
+
+    @torch.inference_mode()
+    def capture_one(self) -> bool:
+        """Capture one more, if any is missing; whether there was one."""
+        if not self._missing:
+            return False
+        with self._recorder.checked:
+            self._capture(required=False)
+        return True
+
+    def _capture(self, required: bool) -> None:
+        """The next one. Unless it is required, a warning says why it cannot be, and steps of its
+        size take a larger one or go on op by op.
+        """
+        graph = self._missing.pop()
+        try:
+            graph.capture(self._recorder)
+        except DsRuntimeError as e:
+            if required:
+                raise
+            log.warning("steps with prompts go on op by op: %s", e)
+        else:
+            insort(self._graphs, graph, key=lambda each: each.size)
 
     def graph_for(self, tokens: int) -> PrefillGraph | None:
         """For a step of so many tokens, at most, on a rank: none if it has more than any, or none
         itself."""
-        index = bisect_left(self.sizes, tokens)
-        return self._graphs[index] if tokens and index < len(self.sizes) else None
+        index = bisect_left(self._graphs, tokens, key=lambda graph: graph.size)
+        return self._graphs[index] if tokens and index < len(self._graphs) else None

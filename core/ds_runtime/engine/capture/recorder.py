@@ -27,6 +27,9 @@ class Recorder:
     recorded; one that cannot be recorded then goes on so, and a warning says why, once for every
     reason. Without a backend nothing is recorded: a rehearsal, in which every phase runs once.
 
+    checking: around each phase that is recorded late. Around those of the start, whoever records
+    them enters `checked` once.
+
     A backend that records late runs a phase while it does, and one that it gives up halfway runs
     again as a whole: every phase bears that. Drafts may be others then, and need not be right.
     """
@@ -47,18 +50,23 @@ class Recorder:
         Raises PluginError, or KernelError, where it cannot be captured.
         """
         if self._backend is not None and self.after:
-            return _Late(phase, self.after, self._capture, self._warn)
+            return _Late(phase, self.after, self._capture_late, self._warn)
         if not ready:
             self.ready(phase, what, remedy)
         with _refusing(what, remedy):
-            return phase if self._backend is None else self._capture(phase)
+            return phase if self._backend is None else self._backend.capture(phase)
+
+    @property
+    def checked(self) -> AbstractContextManager[None]:
+        """Around recordings at the start. Entering it takes as long as a piece of one."""
+        return nullcontext() if self._backend is None or self.after else self._checking()
 
     def ready(self, phase: Phase, what: str, remedy: str) -> None:
         """Run it for the first time. Raises PluginError, or KernelError, where it fails."""
         with _refusing(what, remedy):
             phase()
 
-    def _capture(self, phase: Phase) -> Phase:
+    def _capture_late(self, phase: Phase) -> Phase:
         assert self._backend is not None
         with self._checking():
             return self._backend.capture(phase)

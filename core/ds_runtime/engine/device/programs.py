@@ -124,12 +124,17 @@ class Programs:
 
     @torch.inference_mode()
     def capture(self, progress: bool) -> None:
-        """All that is captured at the start; the rest captures as steps come."""
+        """All that is captured at the start; the rest comes with its steps, or while idle."""
         if (prefills := self.op_by_op.prefills) is not None:
             prefills.capture(self._required, progress)
         if self.sizes:
             self._capture_all(self._recorder, progress)
             self.serves = True
+
+    def capture_one(self) -> bool:
+        """Capture one more of the steps that the start has left; whether there was one."""
+        prefills = self.op_by_op.prefills
+        return prefills is not None and prefills.capture_one()
 
     def _capture_all(self, recorder: Recorder, progress: bool) -> None:
         """The largest size first: the others find their memory in its pool. Of each what is in
@@ -138,7 +143,8 @@ class Programs:
         drafts = self._parts.draft is not None
         kind, unit = ("steps with drafts", "graphs") if drafts else ("decode steps", "steps")
         total = len(self.captured) * (1 + drafts) + len(self.drafting)
-        with Progress(f"capturing {kind}", total, unit, enabled=progress) as bar:
+        bar = Progress(f"capturing {kind}", total, unit, enabled=progress)
+        with bar, recorder.checked:
             for size in reversed(self.sizes):
                 for (own, _), step in self.captured.items():
                     if own == size:

@@ -35,6 +35,7 @@ from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
 from ds_runtime.errors import RequestError
 
 _STATS_SECONDS = 0.25
+_IDLE = 1000  # milliseconds without work before anything is prepared
 
 
 class EngineLoop:
@@ -63,8 +64,12 @@ class EngineLoop:
         self._outbox.send(encoder.encode([message]))
 
     def _receive(self) -> None:
-        """Take every message that is here; wait for one when there is nothing to compute."""
+        """Take every message that is here; wait for one when there is nothing to compute, and
+        nothing to prepare."""
         if not self.engine.has_work:
+            idle = _IDLE
+            while not self._inbox.poll(idle) and self.engine.prepare():
+                idle = 0
             self._inbox.poll()
         while True:
             try:

@@ -1,0 +1,70 @@
+"""What the engine's process does while there is no work: prepare, but not between two requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import zmq
+
+from ds_runtime.engine.messages import Abort, Stats, Stop, encoder
+from ds_runtime.engine.process import loop
+
+
+class Idle:
+    """An engine that never has work, and a number of things to prepare."""
+
+    has_work = False
+
+    def __init__(self, things: int) -> None:
+        self.left, self.taken = things, 0
+
+    def prepare(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def abort(self, rids) -> None:
+        self.taken += 1
+
+    def step(self):
+        return []
+
+    def stats(self) -> Stats:
+        return Stats(pages_total=1)
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """A loop over an idle engine, and where to send it messages. A quarter of a second is long."""
+    monkeypatch.setattr(loop, "_IDLE", 250)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    to, sink = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    for bound, other, name in ((inbox, to, "to"), (outbox, sink, "from")):
+        bound.bind(f"inproc://{name}")
+        other.connect(f"inproc://{name}")
+    engine = Idle(5)
+    thread = threading.Thread(target=loop.EngineLoop(engine, inbox, outbox).run)
+    thread.start()
+    yield engine, to
+    to.send(encoder.encode(Stop()))
+    thread.join(5)
+    assert not thread.is_alive()
+    context.destroy(linger=0)
+
+
+def test_all_is_prepared_after_a_while(running):
+    engine, _ = running
+    deadline = time.monotonic() + 5
+    while engine.left >= 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.left == -1
+
+
+def test_nothing_is_prepared_between_requests(running):
+    engine, to = running
+    for number in range(1, 21):
+        to.send(encoder.encode(Abort(["none"])))
+        time.sleep(0.04)
+        assert (engine.left, engine.taken) == (5, number)
