@@ -77,8 +77,8 @@ WAYS = {
     "chunks": {"chunked_prefill_size": 13, "max_step_tokens": 29, "page_size": 8},
     "drafts": DRAFTS,
     "graphs off": {**DRAFTS, "disable_graph": True},
-    "two threads": {"threads": 2, "disable_radix_cache": True},
 }
+THREADS = {"two threads": {"threads": 2, "disable_radix_cache": True}}
 
 
 @DTYPES
@@ -87,16 +87,16 @@ def test_mixes(dtype, way):
     with LLM("demo", **{**SETTINGS, **WAYS[way]}, dtype=dtype) as llm:
         check_mixes(llm, dtype, 3)
         stats = llm.stats()
-    assert (stats.cached_tokens > 0) == (way != "two threads")
+    assert stats.cached_tokens
     assert (stats.accepted_tokens > 0) == (way in ("drafts", "graphs off"))
 
 
 @DTYPES
 @pytest.mark.slow
 def test_two_hundred_mixes(dtype):
-    for way, settings in WAYS.items():
+    for way, settings in {**WAYS, **THREADS}.items():
         with LLM("demo", **{**SETTINGS, **settings}, dtype=dtype) as llm:
-            check_mixes(llm, dtype, 200 // len(WAYS), seed=len(way))
+            check_mixes(llm, dtype, 40, seed=len(way))
 
 
 @DTYPES
