@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_runtime_kit.checks.answers import bits, check_coarse, check_float32
+from ds_runtime_kit.models.answers import bits, check_coarse, check_float32
 
 
 def entry(token, logprob, second=-3.0):

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime_kit.checks.answers import bits, check_coarse, check_float32, forced
+from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
 
 SETTINGS = {
     "platform": "cpu",

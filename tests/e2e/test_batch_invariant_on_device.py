@@ -9,7 +9,7 @@ from test_batch_invariant import DRAFTS, REQUESTS, answers, check_mixes, drawn
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
-from ds_runtime_kit.checks.answers import bits, check_coarse, forced
+from ds_runtime_kit.models.answers import bits, check_coarse, forced
 from ds_runtime_kit.models.tiny import V3_HEADS, write_tiny_fp8
 
 pytestmark = pytest.mark.gpu
