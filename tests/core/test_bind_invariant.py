@@ -18,6 +18,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import refusals
 from ds_runtime.ops.contract import Gates
 from ds_runtime.parallel.in_order import InOrder
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 
 INVARIANT = replace(BASE, batch_invariant=True)
 PROMPTS = {"mha_prefill", "merge_state", "cache_gather", "sparse_prefill", "mha_prefill_quantize"}
@@ -130,6 +132,14 @@ class Group:
 
     def all_to_all(self, x):
         return torch.cat([p.chunk(3)[self.rank] for p in self.parts])
+
+
+def test_every_group_of_several_ranks_adds_up_so():
+    for in_order in (False, True):
+        world = World(Mesh(3), Group([]), in_order)
+        assert isinstance(world.group("tp"), InOrder if in_order else Group)
+        assert not isinstance(world.group("attn_dp"), InOrder)
+        assert not isinstance(world.everyone, InOrder)  # of objects, and splits
 
 
 class Share(Group):
