@@ -294,13 +294,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/core/test_bind_invariant.py",),
     ),
     Fault(
-        "how sparse attention chooses hangs on what others see",
-        "core/ds_runtime/model/deepseek.py",
-        "base.graph_capture or base.batch_invariant",
-        "base.graph_capture",
-        ("tests/e2e/test_batch_invariant.py",),
-    ),
-    Fault(
         "a level of a tree reads where the one before it no longer writes",
         "core/ds_runtime/engine/speculate/tree.py",
         "if any(map(given_up, self._runs)):",
