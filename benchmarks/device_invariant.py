@@ -31,7 +31,7 @@ import torch
 from ds_runtime import LLM, SamplingParams
 from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.shapes import config_of
-from ds_runtime_kit.checks.answers import bits, forced
+from ds_runtime_kit.models.answers import bits, forced
 
 PROMPT, FIRST, LAST = 512, 33, 161
 COUNTS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 255, 257, 600, 2100)

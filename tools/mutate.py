@@ -289,9 +289,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a recorded chain of drafts attends by an older plan",
         "core/ds_runtime/engine/speculate/chain.py",
-        "self._parts.prepare(batch, self._keys)",
-        "pass",
+        "self._parts.prepare(batch, self._keys, inside=True if self.size else None)",
+        "self._parts.prepare(batch, () if self.size else self._keys)",
         ("tests/e2e/test_speculation_captured.py",),
+    ),
+    Fault(
+        "a kernel whose rows' bits hang on others is bound where they must not",
+        "core/ds_runtime/ops/binding/invariant.py",
+        "            yield NO_BITS",
+        "            yield from ()",
+        ("tests/core/test_bind_invariant.py",),
+    ),
+    Fault(
+        "ranks add up as the library likes",
+        "core/ds_runtime/parallel/world.py",
+        "InOrder(own) if in_order and own.size > 1 else own",
+        "own",
+        ("tests/core/test_bind_invariant.py",),
     ),
     Fault(
         "a level of a tree reads where the one before it no longer writes",

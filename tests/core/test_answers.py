@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_runtime_kit.checks.answers import bits, check_coarse, check_float32
+from ds_runtime_kit.models.answers import bits, check_coarse, check_float32
 
 
 def entry(token, logprob, second=-3.0):
@@ -24,9 +24,9 @@ def test_float32_asks_for_equal_tokens_and_near_values():
     check_float32(ours, [output((1, -0.500005), (2, -1.0), prompt=[None, entry(4, -2.0)])])
     with pytest.raises(AssertionError, match=r"answer 0: \[1, 2\], not \[1, 3\]"):
         check_float32(ours, [output((1, -0.5), (3, -1.0), prompt=[None, entry(4, -2.0)])])
-    with pytest.raises(AssertionError, match=r"answer 0, logprobs\[1\]: -1.0, not -1.001"):
+    with pytest.raises(AssertionError, match=r"output 0, answer\[1\]: -1.0, not -1.001"):
         check_float32(ours, [output((1, -0.5), (2, -1.001), prompt=[None, entry(4, -2.0)])])
-    with pytest.raises(AssertionError, match=r"answer 0, prompt_logprobs\[1\]"):
+    with pytest.raises(AssertionError, match=r"output 0, prompt\[1\]"):
         check_float32(ours, [output((1, -0.5), (2, -1.0), prompt=[None, entry(4, -2.1)])])
 
 

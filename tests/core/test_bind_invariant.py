@@ -18,6 +18,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import refusals
 from ds_runtime.ops.contract import Gates
 from ds_runtime.parallel.in_order import InOrder
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 
 INVARIANT = replace(BASE, batch_invariant=True)
 PROMPTS = {"mha_prefill", "merge_state", "cache_gather", "sparse_prefill", "mha_prefill_quantize"}
@@ -122,10 +124,45 @@ class Group:
         self.parts = parts
 
     def gather_rows(self, x):
+        if x.dim() == 1:  # of sums that each rank has made of its share
+            sums = [Share(self.parts, rank).sum() for rank in range(3)]
+            assert torch.equal(sums[self.rank], x)
+            return torch.cat(sums)
         return torch.cat([p.reshape(1, -1) for p in self.parts])
 
     def all_to_all(self, x):
         return torch.cat([p.chunk(3)[self.rank] for p in self.parts])
+
+
+def test_every_group_of_several_ranks_adds_up_so():
+    for in_order in (False, True):
+        world = World(Mesh(3), Group([]), in_order)
+        assert isinstance(world.group("tp"), InOrder if in_order else Group)
+        assert not isinstance(world.group("attn_dp"), InOrder)
+        assert not isinstance(world.everyone, InOrder)  # of objects, and splits
+
+
+class Share(Group):
+    def __init__(self, parts, rank):
+        self.parts, self.rank = parts, rank
+
+    def sum(self):
+        padded = [torch.nn.functional.pad(p.reshape(-1), (0, -p.numel() % 3)) for p in self.parts]
+        own = [p.chunk(3)[self.rank].float() for p in padded]
+        return ((own[0] + own[1]) + own[2]).to(self.parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_values_have_the_same_sums(dtype, monkeypatch):
+    """Each rank adds a share of them, in the same order."""
+    torch.manual_seed(3)
+    parts = [torch.randn(5, 7, dtype=torch.float32).to(dtype) for _ in range(3)]
+    few = InOrder(Group(parts)).all_reduce(parts[1])
+    monkeypatch.setattr("ds_runtime.parallel.in_order._MANY", 1)
+    padded = [torch.nn.functional.pad(p.reshape(-1), (0, 1)) for p in parts]
+    group = Group(parts)
+    group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
+    assert torch.equal(InOrder(group).all_reduce(parts[1]), few)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

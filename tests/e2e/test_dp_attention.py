@@ -18,7 +18,7 @@ from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.errors import ConfigError, RequestError
-from ds_runtime_kit.checks.answers import check_float32
+from ds_runtime_kit.models.answers import check_float32
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 

@@ -12,7 +12,7 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
-from ds_runtime_kit.checks.answers import check_float32
+from ds_runtime_kit.models.answers import check_float32
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1}
 GREEDY = SamplingParams(max_tokens=12, logprobs=3)

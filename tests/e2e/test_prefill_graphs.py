@@ -19,7 +19,7 @@ from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.platform.graphs import borrowed
 from ds_runtime.platform.recording import CaptureError
-from ds_runtime_kit.checks.answers import check_float32
+from ds_runtime_kit.models.answers import check_float32
 
 ON = {"disable_prefill_graph": False, "prefill_graph_sizes": (8, 24, 60)}
 

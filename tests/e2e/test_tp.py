@@ -27,7 +27,7 @@ from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from ds_runtime.weights import load as weights
-from ds_runtime_kit.checks.answers import check_float32
+from ds_runtime_kit.models.answers import check_float32
 
 SETTINGS = {
     "platform": "cpu",

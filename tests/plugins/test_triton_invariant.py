@@ -9,8 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from interpreter import DEVICE, faithful, needs_triton
 
+from ds_runtime.ops.batch import Limits
+from ds_runtime.ops.contract import Dims, Facts
+from ds_runtime.ops.reference.attention.dense import decode_batch
+from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks import rows
 from ds_runtime_kit.checks.conformance import (
@@ -21,6 +26,7 @@ from ds_runtime_kit.checks.conformance import (
     facts_for,
 )
 from ds_runtime_triton.kernels import ALL, ORDERED
+from ds_runtime_triton.quant import quantize_group
 
 pytestmark = needs_triton
 ELEMENTWISE = frozenset({"sample", "route", "logprobs", "mask_logits"})  # slow here, and as ever
@@ -46,6 +52,55 @@ def test_rows_alone(kernel, case):
         pytest.fail(f"the contract knows no rows of {kernel.op.name}")
     with faithful():
         assert not rows.is_invariant(kernel, case)
+
+
+@pytest.mark.parametrize("fmt", ["dense", "fp8_block"])
+def test_rows_are_multiplied_in_as_many_launches_as_there_is_room_for(fmt, monkeypatch):
+    """The split of the inner dimension is the shape's, whatever the rows."""
+    from ds_runtime_triton import linear
+
+    given = {"weight_format": fmt, "shape": (192, 2048), "batch_invariant": True}
+    facts = Facts(DEVICE, Dims({}), "bfloat16", **given)
+    kernel = (linear.LinearDense if fmt == "dense" else linear.LinearFp8)(facts)
+    make = Maker(facts, fmt)
+    packed = kernel.pack(make.weight(192, 2048, fmt), facts)
+    assert {config["SPLIT"] for config in packed.tensors["tuned"].configs} == {4}
+    x = make.normal(150, 2048)
+    with faithful():
+        whole = kernel.apply(x, packed)
+        monkeypatch.setattr(linear, "_HELD", 1 << 17)
+        assert len(linear.slices(facts, 150, 192, packed.tensors["tuned"].at(150))) == 3
+        assert torch.equal(kernel.apply(x, packed), whole)
+        if groups := fmt != "dense" and kernel.quantizes(150, packed):
+            codes = quantize_group(x, groups.size, groups.ue8m0)
+            assert torch.equal(kernel.apply_quantized(*codes, packed), whole)
+
+
+def test_attention_has_pieces_of_one_size_whatever_the_table_and_the_rows(monkeypatch):
+    from ds_runtime_triton import mla
+
+    dims = Dims({"heads": 4, "kv_lora": 64, "qk_rope": 16})
+    facts = Facts(DEVICE, dims, "bfloat16", "bfloat16", page_size=64, batch_invariant=True)
+    make, lens = Maker(facts, "pieces"), (1, 255, 256, 257, 700, 1100)
+    cache, kernel = make.normal(30, 64, 80), mla.MlaDecode(facts)
+    table = make.order(30)[:20].int().repeat(len(lens), 1)
+    q = make.normal(len(lens), 4, 80)
+
+    def run(rows, width):
+        own = tuple(lens[row] for row in rows)
+        limits = Limits(8, len(rows), 20, 64, 4, torch.device("cpu"))
+        state, batch = kernel.state(limits), decode_batch(own, table[: len(own), :width])
+        kernel.prepare(state, batch)
+        return kernel.run(state, q[list(rows)], cache, 0.1)
+
+    with faithful():
+        whole = run(range(len(lens)), 20)
+        for row, length in enumerate(lens):
+            for width in (length // 64 + 1, 20):
+                assert torch.equal(run([row], width)[0], whole[row]), (length, width)
+        monkeypatch.setattr(mla, "_HELD", 1)
+        assert torch.equal(run(range(len(lens)), 20), whole)
+    assert not (whole.isnan().any() or torch.equal(whole[3], whole[4]))
 
 
 def test_every_op_of_a_dense_model_has_such_a_kernel():

@@ -331,6 +331,11 @@ class EngineConfig:
         return (self.dp or self.tp) if self.enable_dp_attention else 1
 
     @property
+    def groups(self) -> int:
+        """Of those that divide the sequences, as many as can have one."""
+        return min(self.attn_dp, self.max_running_requests)
+
+    @property
     def per_node(self) -> int:
         """Ranks of this engine on each machine."""
         return self.tp // self.nnodes

@@ -16,8 +16,8 @@ from ds_runtime.errors import DsRuntimeError, FieldPath, LogitsError, QueueFullE
 from ds_runtime.sampling_params import SamplingParams
 
 
-class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """One choice to generate.
+class Asked(msgspec.Struct, kw_only=True):
+    """What all choices of a prompt have alike.
 
     `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
     `adapter`: the name of a low-rank adapter; "" is the model itself. `client`: who asks, for what
@@ -25,11 +25,9 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     as if it were not there.
     """
 
-    rid: str
     prompt: list[int]
     params: SamplingParams
     seed: int
-    choice: int = 0
     priority: int = 0
     think_id: int | None = None
     adapter: str = ""
@@ -37,18 +35,17 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     salt: str = ""
 
 
-class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
+class Submit(Asked, tag=True, kw_only=True):
+    """One choice to generate."""
+
+    rid: str
+    choice: int = 0
+
+
+class SubmitGroup(Asked, tag=True, kw_only=True):
     """All choices of one prompt, which is sent once. `rids`: one id per choice, in order."""
 
     rids: list[str]
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    priority: int = 0
-    think_id: int | None = None
-    adapter: str = ""
-    client: str = ""
-    salt: str = ""
 
     def choices(self) -> list[Submit]:
         """One Submit per choice; they share the prompt's list.
@@ -56,22 +53,12 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
         Prompt log-probabilities are the same for all, so only choice 0 computes them; the engine
         sends them before or with the first tokens of the others.
         """
-        later = self.params
-        if later.prompt_logprobs is not None:
-            later = msgspec.structs.replace(later, prompt_logprobs=None)
+        alike = {name: getattr(self, name) for name in Asked.__struct_fields__}
+        later = dict(alike)
+        if self.params.prompt_logprobs is not None:
+            later["params"] = msgspec.structs.replace(self.params, prompt_logprobs=None)
         return [
-            Submit(
-                rid=rid,
-                prompt=self.prompt,
-                params=later if choice else self.params,
-                seed=self.seed,
-                choice=choice,
-                priority=self.priority,
-                think_id=self.think_id,
-                adapter=self.adapter,
-                client=self.client,
-                salt=self.salt,
-            )
+            Submit(rid=rid, choice=choice, **(later if choice else alike))
             for choice, rid in enumerate(self.rids)
         ]
 

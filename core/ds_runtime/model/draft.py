@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_runtime.description.structure import DraftTree
 from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
-from ds_runtime.model.indexer import LayerStep, Selection
+from ds_runtime.model.indexer import LayerStep
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 from ds_runtime.ops.contracts.caches import INDEX, KV, Caches
@@ -69,9 +69,7 @@ class DraftModel:
         batch = model.exchange.plain(batch)
         embedded = model.embedded(ids, batch)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        selection, layer = None, model.config.layers
-        if (indexing := model.config.indexing) is not None:
-            selection = Selection.of(batch, indexing.top_k, model.scores_all, model.page_size)
+        selection, layer = model.selection(batch), model.config.layers
         own = caches.of(KV, layer), model.cos_sin, caches.get(INDEX, layer)
         step = LayerStep(batch, *own, selection)
         x, residual = self.block(self.join(both), None, step, rows, tail)

@@ -1,8 +1,8 @@
 """Sums that add the ranks in their order, so that a row's bits hang on nothing else.
 
 What a library sums by itself it divides by the size of the message, and other sizes are added in
-another order. Here the parts are gathered, which is exact, and every rank adds them itself: so many
-times the bytes as there are ranks, for all-reduce.
+another order. Here every rank gathers the parts, which is exact, and adds them itself. Of many
+values each rank adds a share and gathers the sums: the same bits in fewer bytes and more exchanges.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ds_runtime.platform.contract import Communicator
 
+_MANY = 1 << 18  # values from which on each rank adds a share
+
 
 class InOrder:
     """A communicator of several ranks whose `all_reduce` and `reduce_scatter` are such sums, in
@@ -26,7 +28,12 @@ class InOrder:
         self.rank, self.size = group.rank, group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._sum(self._group.gather_rows(x.reshape(1, -1))).view(x.shape)
+        flat, count = x.reshape(-1), x.numel()
+        if count < _MANY:
+            return self._sum(self._group.gather_rows(flat.view(1, -1))).view(x.shape)
+        share = torch.nn.functional.pad(flat, (0, -count % self.size))
+        part = self._sum(self._group.all_to_all(share).view(self.size, -1))
+        return self._group.gather_rows(part)[:count].view(x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         parts = self._group.all_to_all(x.contiguous())

@@ -34,7 +34,8 @@ PAGE_SIZE = 64
 class Row:
     """Where a kernel serves an op in one format ("" if the op owns no weight): dtype → devices.
 
-    A dtype is the compute dtype, with "/fp8" for an FP8 cache.
+    A dtype is the compute dtype, with "/fp8" for an FP8 cache. own_bits: --batch-invariant may bind
+    it.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Row:
     rank: int
     format: str
     devices: dict[str, list[str]]
+    own_bits: bool = False
 
 
 def matrix(plugins: Plugins, wanted: Collection[str] = ()) -> Iterator[Row]:
@@ -53,7 +55,7 @@ def matrix(plugins: Plugins, wanted: Collection[str] = ()) -> Iterator[Row]:
         for dtype in DTYPES:
             for kv_dtype in (dtype, _FP8):
                 facts = Facts(device, DIMS, dtype, kv_dtype, PAGE_SIZE, index_dtype=kv_dtype)
-                for kernel in plugins.offers(facts).kernels:
+                for kernel in plugins.offers(replace(facts, batch_invariant=True)).kernels:
                     mine = not wanted or plugins.owners[kernel.provider] in wanted
                     if mine and (kv_dtype == dtype or OPS[kernel.op.name].layout):
                         _ask(kernel, facts, name, found)
@@ -67,7 +69,7 @@ def _ask(kernel: Kernel, base: Facts, device: str, found: dict[tuple[str, str, s
     for fmt in sorted(kernel.formats) or ("",):
         facts = replace(base, weight_format=fmt, shape=SHAPES.get(op, ()))
         if refusal(kernel, facts) is None:
-            row = Row(op, kernel.name, kernel.rank, fmt, {})
+            row = Row(op, kernel.name, kernel.rank, fmt, {}, kernel.batch_invariant)
             row = found.setdefault((op, kernel.name, fmt), row)
             row.devices.setdefault(dtype, []).append(device)
 
@@ -86,7 +88,8 @@ Formats of a kernel that have the same devices share a row. `/fp8`: with an FP8 
 Asked of the kernels' own gates for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
 software that the devices' files name: nothing ran for it. `ds-runtime plan --device X` says what is
 chosen for a model. *Unrun*: no kernel has run on such a device, and what is said of it is what its
-vendor and the libraries publish.
+vendor and the libraries publish. *own bits*: `--batch-invariant` may bind it
+([batch-invariant.md](batch-invariant.md)).
 """
 
 
@@ -107,7 +110,8 @@ def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
         for row in mine:
             cells = tuple(_cell(row.devices.get(c, []), devices) for c in used)
-            alike.setdefault((row.kernel, *cells), []).append(row.format or "–")
+            name = f"{row.kernel}, *own bits*" if row.own_bits else row.kernel
+            alike.setdefault((name, *cells), []).append(row.format or "–")
         for (kernel, *said), formats in alike.items():
             lines.append(f"| {kernel} | {', '.join(formats)} | {' | '.join(said)} |")
     return "\n".join(lines) + "\n"

@@ -161,12 +161,18 @@ def _native(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kern
     return cpu.offer(op, fn, RANK_SPECIALISED, *(each or (_needs_native,)), **declared)
 
 
-def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
-    """Native: each element of a result is summed by one thread, in the order that any other number
-    of rows would have, and nothing is allocated beside results."""
-    none: Declared = {"batch_invariant": True, "footprint": Footprint(workspace=_nothing)}
-    says: Declared = {**none, **declared}
+def _in_order(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
+    """Native: each element of a result is summed in the order that any other number of rows, or of
+    sequences, would have."""
+    says: Declared = {"batch_invariant": True, **declared}
     return _native(op, fn, *each, **says)
+
+
+def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
+    """As `_in_order`, by one thread, and nothing is allocated beside results."""
+    none: Declared = {"footprint": Footprint(workspace=_nothing)}
+    says: Declared = {**none, **declared}
+    return _in_order(op, fn, *each, **says)
 
 
 def _panels(op: str, fn: str, **declared: Unpack[Declared]) -> Kernel:
@@ -185,7 +191,7 @@ def _by_host(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Ker
 ATTENTION: tuple[Kernel, ...] = (
     _native("mha_prefill", "attention:mha_prefill_native"),
     cpu.offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
-    _native("mla_decode", "attention:mla_decode_native", _native_cache, batch_invariant=True),
+    _in_order("mla_decode", "attention:mla_decode_native", _native_cache),
     _by_host("mla_decode", "attention:mla_decode_matmul", _matmul_decode),
     _by_host("mha_decode", "attention:mha_decode_matmul", _matmul_decode, layouts=_EXPANDED_PAGES),
     _by_row(
@@ -215,22 +221,22 @@ ATTENTION: tuple[Kernel, ...] = (
         layouts={"latent_pages.v1", *_SCALED_PAGES, *_EXPANDED_PAGES},
     ),
     _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
-    _native("index_prologue", "sparse:index_prologue", _native_index),
-    _native("index_scores", "sparse:index_scores", _native_index),
-    _native("index_topk", "sparse:index_topk"),
-    _native("sparse_prefill", "sparse:sparse_mla", _native_cache),
-    _native("sparse_decode", "sparse:sparse_mla", _native_cache),
+    _in_order("index_prologue", "sparse:index_prologue", _native_index),
+    _in_order("index_scores", "sparse:index_scores", _native_index),
+    _in_order("index_topk", "sparse:index_topk"),
+    _in_order("sparse_prefill", "sparse:sparse_mla", _native_cache),
+    _in_order("sparse_decode", "sparse:sparse_mla", _native_cache),
     _native("cache_write", "prologue:scaled_cache_write", _native_scaled, layouts=_SCALED_PAGES),
     _by_row("mla_prologue", "prologue:scaled_mla_prologue", _native_scaled, layouts=_SCALED_PAGES),
     *(
-        _native(op, "sparse:scaled_sparse_mla", _native_scaled, layouts=_SCALED_PAGES)
+        _in_order(op, "sparse:scaled_sparse_mla", _native_scaled, layouts=_SCALED_PAGES)
         for op in ("sparse_prefill", "sparse_decode")
     ),
 )
 MOE: tuple[Kernel, ...] = (
     _panels("experts", "experts:experts_native", batch_invariant=True),
-    _native("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
-    _native("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
+    _in_order("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
+    _in_order("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
     cpu.offer(
         "experts",
         "zen:experts_zentorch_int8",
@@ -255,8 +261,8 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
         batch_invariant=True,
         footprint=Footprint(workspace=_nothing, reads=_reads),
     ),
-    _native("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
-    _native("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
+    _in_order("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
+    _in_order("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
     cpu.offer(
         "linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn, formats=_FORMATS, note=_FP8
     ),

@@ -31,6 +31,7 @@ from ds_runtime_triton.launch import COUNTERS, cdiv, counters
 from ds_runtime_triton.quant import block_of, quantise_by_group
 
 _MOST_SPLIT, _PROGRAMS, _SHORTEST = 8, 288, 512  # of pieces: how many, in all, and columns
+_HELD = 1 << 26  # bytes of pieces at a time
 _NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
 
 
@@ -71,10 +72,13 @@ def _split_of(n: int, k: int, block: int) -> int:
 
 
 def slices(facts: Facts, m: int, n: int, config: Config) -> list[slice]:
-    """Rows of each launch: all, unless pieces are fixed and there is no counter for every tile."""
+    """Rows of each launch: all, unless pieces are fixed, and there are not as many counters as
+    tiles, or no room for the pieces."""
     if not (m and facts.own_bits and config["SPLIT"] > 1):
         return [slice(0, m)] if m else []
-    most = max(1, COUNTERS // cdiv(n, config["BLOCK_N"])) * config["BLOCK_M"]
+    piece = 4 * config["BLOCK_M"] * config["BLOCK_N"] * config["SPLIT"]
+    tiles = min(COUNTERS, _HELD // piece)
+    most = max(1, tiles // cdiv(n, config["BLOCK_N"])) * config["BLOCK_M"]
     return [slice(first, first + most) for first in range(0, m, most)]
 
 

@@ -17,7 +17,7 @@ from ds_runtime_triton.launch import cdiv, pow2
 _MOST = 64  # splits of a row, a power of two
 # Where rows must have bits of their own: tokens of a split at least, splits, and bytes of partial
 # results at a time.
-_PIECE, _FEW, _HELD = 256, 16, 1 << 28
+_PIECE, _FEW, _HELD = 256, 16, 1 << 27
 _AT_ONCE = 8  # whose sums are read together
 
 

@@ -75,7 +75,7 @@ class Captured:
         inputs, order = added
         batch = inputs.batch(sent, self._frame.states)
         batch.order = order()
-        self._parts.prepare(batch)
+        self._parts.prepare(batch, inside=False)
         return batch
 
     def capture(self, recorder: Recorder) -> None:
@@ -89,7 +89,7 @@ class Captured:
         keys = parts.model.state_keys(batch.decode)
 
         def forward() -> None:
-            parts.prepare(batch, keys)
+            parts.prepare(batch, keys, inside=True)
             batch.input_ids = places
             read_last_tokens(batch, parts.last_tokens, places.shape[0])
             batch.index_keys.clear()

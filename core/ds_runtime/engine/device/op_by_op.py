@@ -49,8 +49,9 @@ class OpByOp:
         sent.send()
         batch = added.batch(sent, parts.states)
         batch.order = order()
-        read_last_tokens(batch, parts.last_tokens, added.drawn)
-        parts.prepare_all(batch)
+        drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
+        read_last_tokens(batch, parts.last_tokens, drawn)
+        parts.prepare(batch)
         found = self._forward(batch, prompts, speculates)
         hidden = found  # [logit rows, hidden]
         if speculates:
@@ -119,7 +120,7 @@ class OpByOp:
         sent.send()
         batch = added.batch(sent, parts.states)
         batch.order = order()
-        parts.prepare_all(batch)
+        parts.prepare(batch)
         return batch, sent[takes], own, sent
 
     def _forward(self, batch: Batch, prompts: bool, every: bool) -> Tensor:

@@ -89,23 +89,18 @@ class Parts:
         }
         return Frame(size, queries, self.tables[size], states, adapts)
 
-    def prepare(self, batch: Batch, recorded: Container[str] | None = None) -> None:
-        """Tell the kernels of a captured step, in front of every replay. recorded: instead, inside
-        the recording, those with these keys (`state_keys` of what runs) that prepare on the device.
-        Each of them must run in there.
+    def prepare(
+        self, batch: Batch, keys: Container[str] | None = None, inside: bool | None = None
+    ) -> None:
+        """Tell the kernels of a step; keys: of those alone. inside: of a captured step those that
+        prepare on the device, within its recording, each of which must run in there; or else, in
+        front of every replay, the others.
         """
         for key, state in batch.states.items():
             kernel = self.kernels[key]
-            inside = getattr(kernel, "prepares_on_device", False)
-            due = not inside if recorded is None else inside and key in recorded
-            if due:
+            own = inside in (None, getattr(kernel, "prepares_on_device", False))
+            if own and (keys is None or key in keys):
                 kernel.prepare(state, batch)
-
-    def prepare_all(self, batch: Batch, keys: Container[str] | None = None) -> None:
-        """Tell the kernels of a step op by op; keys: those alone."""
-        for key, state in batch.states.items():
-            if keys is None or key in keys:
-                self.kernels[key].prepare(state, batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,10 +102,9 @@ class _Steps:
 
     def __init__(self, config: EngineConfig, limits: StepLimits) -> None:
         self._config, self._limits = config, limits
-        self._groups = min(config.attn_dp, config.max_running_requests)
-        self._sequences = max(1, config.max_running_requests // self._groups)
+        self._sequences = max(1, config.max_running_requests // config.groups)
         self._width = min(limits.width, limits.context - 1)
-        self.rows = max(1, config.max_step_tokens // self._groups)
+        self.rows = max(1, config.max_step_tokens // config.groups)
         self.decoded = min(self.rows, self._sequences * self._width)
 
     def prompts(self, rows: int, start: int, adapter: int = -1) -> Iterator[StepPlan]:
@@ -137,9 +136,9 @@ class _Steps:
     def _plans(self, works: Sequence[Work]) -> Iterator[StepPlan]:
         if len(works) > self._sequences:
             return
-        yield self._plan([(group, work) for group in range(self._groups) for work in works])
-        if self._groups > 1:
-            yield self._plan([(i % self._groups, work) for i, work in enumerate(works)])
+        yield self._plan([(group, work) for group in range(self._config.groups) for work in works])
+        if self._config.groups > 1:
+            yield self._plan([(i % self._config.groups, work) for i, work in enumerate(works)])
 
     def _plan(self, placed: Sequence[tuple[int, Work]]) -> StepPlan:
         drafts = self._limits.width - 1

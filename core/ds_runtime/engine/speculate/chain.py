@@ -74,10 +74,7 @@ class Drafts:
 
     def _prepare(self, batch: Batch) -> None:
         """Tell the kernels of a run, within it."""
-        if self.size:
-            self._parts.prepare(batch, self._keys)
-        else:
-            self._parts.prepare_all(batch, self._keys)
+        self._parts.prepare(batch, self._keys, inside=True if self.size else None)
 
 
 class Chain(Drafts):
@@ -160,7 +157,7 @@ class Chain(Drafts):
         for batch in self._take(added, upload):
             batch.order = order
             if self.size:
-                parts.prepare(batch)
+                parts.prepare(batch, inside=False)
 
     def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Array]:
         """Rows, and the settings of all draws, one draft after the other."""

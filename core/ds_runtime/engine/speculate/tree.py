@@ -202,7 +202,7 @@ class Branches:
         tail = parts.exchange.even(self._frame.size)
 
         def run() -> None:
-            parts.prepare(batch, keys)
+            parts.prepare(batch, keys, inside=True)
             if not self._moves_first:
                 parts.model.move(parts.caches, trees, self._moves)
             hidden = results.hidden[self._takes]
@@ -213,7 +213,7 @@ class Branches:
     def _prepared(self, sent: Upload, added: Added) -> Batch:
         batch = added.batch(sent, self._frame.states)
         batch.order = self._parts.exchange.even(self._frame.rows)
-        self._parts.prepare(batch)
+        self._parts.prepare(batch, inside=False)
         return batch
 
     def run(
@@ -337,7 +337,7 @@ class Tree(Drafts):
     def _front(self, level: int) -> None:
         """Tell the kernels of a captured level's run, if it has one, in front of it."""
         if level and self.size:
-            self._parts.prepare(self._now[level - 1])
+            self._parts.prepare(self._now[level - 1], inside=False)
 
     def _phase(self, level: int) -> None:
         growth, hidden = self._grow(level)

@@ -101,7 +101,7 @@ class Verdict:
         tail = parts.exchange.even(frame.size)
 
         def run() -> None:
-            parts.prepare(batch, others)
+            parts.prepare(batch, others, inside=True)
             follow(parts, batch, hidden, ids, self._last, tail, True, results)
 
         self.replay = recorder.record(run, what)

@@ -125,7 +125,6 @@ class StepInputs:
             trees if rows.q_lens else None,
             numbers=[upload.add(a) for a in (rows.ids, rows.positions, rows.slots)],
             lens=upload.add(np.array(rows.lens, np.int32)),
-            drawn=sum(w.length for w in works[:count]),
         )
         if rows.owners is not None:
             added.owners, count = upload.add(rows.owners), len(works)
@@ -313,7 +312,6 @@ class Added:
     trees: Forest | None
     numbers: list[int]
     lens: int
-    drawn: int = 0  # rows of decode works, where there is no frame
     table: int | None = None
     owners: int | None = None
     nodes: int | None = None

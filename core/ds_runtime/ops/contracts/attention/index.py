@@ -300,6 +300,7 @@ class IndexOps(Area):
                 ((q.shape[0], table.shape[1] * f.page_size), "float32"),
             )
         },
+        rows={"": (0, 1, 4, 5)},
         judge=_judge_scores,
         defined=_seen,
         heavy=True,
@@ -312,6 +313,7 @@ class IndexOps(Area):
         reference=f"{_REF}:index_topk",
         tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
         results={"": lambda f, scores, lens, owners, table, size, k: _chosen(scores, k)},
+        rows={"": (0, 1, 2)},
         judge=_judge_slots,
         cost=Cost({"": (_topk_inputs, lambda s, n: OpWork())}, size=by_index),
         summary="slots of the best tokens of each row",

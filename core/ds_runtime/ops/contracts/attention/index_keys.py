@@ -134,6 +134,7 @@ class IndexKeyOps(Area):
         results={
             "": lambda f, q, *_: ((tuple(q.shape), f.index_dtype), (tuple(q.shape[:2]), "float32"))
         },
+        rows={"": (0, 1, 5, 9)},
         writes=("cache",),
         judge=_judge_prologue,
         layout="index",

@@ -95,6 +95,7 @@ _SAID: dict[str, Any] = {
     "samples": f"{__name__}:sparse_mla_samples",
     "tolerance": {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
     "results": {"": lambda f, q, cache, slots, width, scale: of_heads(q, width)},
+    "rows": {"": (0, 2)},
     "heavy": True,
     "layout": "kv",
 }

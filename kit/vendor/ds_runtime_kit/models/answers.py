@@ -27,10 +27,10 @@ def bits(entries: Iterable[Any]) -> list[bytes]:
 
 def positions(output: Any) -> Iterator[tuple[str, Any]]:
     """(where, entry) of every log-probability that an output carries."""
-    for name in ("prompt_logprobs", "logprobs"):
-        for number, entry in enumerate(getattr(output, name) or ()):
+    for of, entries in (("prompt", output.prompt_logprobs), ("answer", output.logprobs)):
+        for number, entry in enumerate(entries or ()):
             if entry is not None:
-                yield f"{name}[{number}]", entry
+                yield f"{of}[{number}]", entry
 
 
 def check_float32(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float = FLOAT32) -> None:
@@ -38,7 +38,7 @@ def check_float32(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float =
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert a.token_ids == b.token_ids, f"answer {number}: {a.token_ids}, not {b.token_ids}"
         for (where, x), (_, y) in zip(positions(a), positions(b), strict=True):
-            said = f"answer {number}, {where}: {x.logprob}, not {y.logprob}"
+            said = f"output {number}, {where}: {x.logprob}, not {y.logprob}"
             assert x.token == y.token and abs(x.logprob - y.logprob) <= tolerance, said
 
 
