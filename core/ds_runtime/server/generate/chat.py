@@ -17,6 +17,7 @@ from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
+_MARK = "\ue000begun\ue001"  # stands for a message whose end is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,11 @@ def _continued(
         )
         raise RequestError((FieldPath.of("continue_final_message"), said), where)
     if not reasoning:
-        return _cut(template.render(messages, tools, False, kwargs), content)
+        text, marked = (
+            template.render([*messages[:-1], {**last, "content": said}], tools, False, kwargs)
+            for said in (content, _MARK)
+        )
+        return _cut(text, marked.rpartition(_MARK)[2], content)
     thinking = {**kwargs, "thinking": True, "enable_thinking": True}
     text = template.render(messages[:-1], tools, True, thinking)
     if not text.rstrip().endswith(OPEN):
@@ -113,11 +118,12 @@ def _continued(
     return f"{text}{reasoning}{before}{CLOSE}{after}{content}"
 
 
-def _cut(text: str, last: str) -> str:
+def _cut(text: str, closing: str, last: str) -> str:
     """`text` up to the end of the last message, without what the template closes it with."""
-    for said in (last, last.strip()):
-        if said and (begin := text.rfind(said)) >= 0:
-            return text[:begin] + said
+    begun = text.removesuffix(closing)
+    said = last.strip()
+    if begun.endswith(last) or (said and begun.rstrip().endswith(said)):
+        return begun
     raise RequestError.of(
         "continue_final_message",
         ": this chat template changes the text of messages, so it cannot be continued",
