@@ -10,7 +10,7 @@ from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.server.generate.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
-from ds_runtime.server.generate.rules import asked_schema
+from ds_runtime.server.generate.rules import asked_format
 from ds_runtime.server.generate.sampling import check_ids, check_length, check_room
 from ds_runtime.text.formats.template import Template
 from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
@@ -55,8 +55,8 @@ def chat_prompt(
             kwargs.setdefault("thinking", request.thinking.type == "enabled")
         if request.tool_choice == "none":
             tools = None
-        if template.takes_response_format and (schema := asked_schema(request)) is not None:
-            kwargs.setdefault("response_format", schema)
+        if template.takes_response_format:
+            kwargs = asked_format(request) | kwargs
     for name, other in (("thinking", "enable_thinking"), ("enable_thinking", "thinking")):
         if not isinstance(kwargs.get(name), bool | None):
             field = f"chat_template_kwargs.{name}"
