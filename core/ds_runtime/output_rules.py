@@ -16,7 +16,7 @@ from ds_runtime.errors import RequestError, shown
 
 MAX_RULE = 1 << 18  # characters of one rule, as JSON
 MAX_CHOICES = 1024
-TOOL_FORMATS = ("deepseekv3", "deepseekv31", "deepseekv32")
+TOOL_FORMATS = ("deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4")
 REASONING = ("none", "optional", "open")
 
 

@@ -81,6 +81,8 @@ def test_what_a_flag_sets(args, name, value):
     ("args", "name", "value"),
     [
         ("--tool-call-parser deepseek_v32", "tool_call_parser", "deepseekv32"),
+        ("--reasoning-parser deepseek_v4", "reasoning_parser", "deepseek-v4"),
+        ("--tool-call-parser deepseek_v4", "tool_call_parser", "deepseekv4"),
         ("--reasoning-parser deepseek_v3", "reasoning_parser", "deepseek-v3"),
         ("--disable-log-requests", "access_log", False),
     ],

@@ -76,15 +76,15 @@ class ServerConfig:
     )
     reasoning_parser: str = setting(
         "auto",
-        "who splits reasoning from the answer: deepseek-v3, deepseek-r1, glm45, none, or the "
-        "model's",
-        also={"deepseek_v3": "deepseek-v3", "deepseek_r1": "deepseek-r1"},
+        "who splits reasoning from the answer: deepseek-v3, deepseek-v4, deepseek-r1, glm45, none, "
+        "or the model's",
+        also={f"deepseek_{name}": f"deepseek-{name}" for name in ("v3", "v4", "r1")},
     )
     tool_call_parser: str = setting(
         "auto",
-        "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, glm45, glm47, none, or the "
-        "model's",
-        also={f"deepseek_{name}": f"deepseek{name}" for name in ("v3", "v31", "v32")},
+        "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, deepseekv4, glm45, glm47, "
+        "none, or the model's",
+        also={f"deepseek_{name}": f"deepseek{name}" for name in ("v3", "v31", "v32", "v4")},
     )
     strip_thinking_cache: bool = setting(
         False, "keep reasoning out of the prefix cache: later prompts leave it out anyway"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ds_runtime.errors import RequestError
@@ -95,9 +96,10 @@ class Source:
             between, write = "", self._bare
             call = f"{begin} ({any_tool}) {end}"
         else:
-            between, write, call = '"\\n" ', self._dsml, any_tool
-            first = f'"\\n\\n"? {lit("<｜DSML｜function_calls>")} "\\n"'
-            last = f'"\\n" {lit("</｜DSML｜function_calls>")}'
+            block, empty = _DSML[rules.format]
+            between, write, call = '"\\n" ', partial(self._dsml, empty=empty), any_tool
+            first = f'"\\n\\n"? {lit(f"<｜DSML｜{block}>")} "\\n"'
+            last = f'"\\n" {lit(f"</｜DSML｜{block}>")}'
         more = f" ({between}call)*" if rules.several else ""
         tools = "".join(write(n, t) for n, t in zip(names, rules.tools, strict=True))
         return f"start: {first} call{more} {last}\ncall: {call}\n{tools}{self._texts()}"
@@ -109,7 +111,7 @@ class Source:
     def _bare(self, rule: str, tool: ToolSchema) -> str:
         return f"{rule}: {self.literal(f'{tool.name}<｜tool▁sep｜>')} {_json(_arguments(tool))}\n"
 
-    def _dsml(self, rule: str, tool: ToolSchema) -> str:
+    def _dsml(self, rule: str, tool: ToolSchema, empty: str) -> str:
         begin = self.literal(f'<｜DSML｜invoke name="{tool.name}">\n')
         end = self.literal("</｜DSML｜invoke>")
         schema = _arguments(tool)
@@ -117,7 +119,7 @@ class Source:
         if properties is None:  # one JSON object, which the format's readers take as well
             return f'{rule}: {begin} {_json(schema)} "\\n" {end}\n'
         if not properties:
-            return f'{rule}: {begin} "\\n" {end}\n'
+            return f"{rule}: {begin} {empty}{end}\n"
         required, parts, rules = schema.get("required", ()), [], []
         for i, (name, own) in enumerate(properties.items()):
             parts.append(f"{rule}_{i}" if name in required else f"{rule}_{i}?")
@@ -140,6 +142,8 @@ class Source:
 
 
 _PARAMETER_END = "</｜DSML｜parameter>"
+# The block's name, and what stands in a call without arguments.
+_DSML = {"deepseekv32": ("function_calls", '"\\n" '), "deepseekv4": ("tool_calls", "")}
 _DEFINITIONS = ("$defs", "definitions")
 _GBNF = re.compile(
     r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE

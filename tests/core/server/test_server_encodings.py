@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from server_harness import serving
 
 from ds_runtime.text.formats.families import R1, V2, V32
@@ -62,3 +63,15 @@ def test_an_encoding_that_words_the_format_is_told_the_schema(bpe_folder):
             response_format={"type": "json_schema", "json_schema": named}, chat_template_kwargs=own
         )
         assert 'schema to reply:\n{"type": "string"}<｜User｜>' in text
+
+
+@pytest.mark.parametrize("said", ["<", "｜", "e", "end", " of ", "a\n"])
+def test_a_last_message_that_the_end_of_turn_holds_as_well(client, parsing, said):
+    begun = {"role": "assistant", "content": said}
+    client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "[say 4]"}, begun],
+        extra_body={"continue_final_message": True},
+    )
+    text = parsing.tokenizer.decode(parsing.engine.submits[-1].prompt, skip_special=False)
+    assert text.partition("<｜Assistant｜>")[2].removeprefix("</think>").rstrip() == said.rstrip()

@@ -10,7 +10,17 @@ import pytest
 
 from ds_runtime.errors import RequestError
 from ds_runtime.text.formats.dsml import DsmlEncoding
-from ds_runtime.text.formats.families import R1, V2, V3, V3_0324, V31, V32, find_family, tool_format
+from ds_runtime.text.formats.families import (
+    R1,
+    V2,
+    V3,
+    V3_0324,
+    V4,
+    V31,
+    V32,
+    find_family,
+    tool_format,
+)
 from ds_runtime.text.formats.template import ChatTemplate, built_in, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
@@ -213,6 +223,8 @@ def test_v31_words_the_tools_as_its_model_card_does():
         ),
         ("deepseek-ai/DeepSeek-V3.2-Exp", {"model_type": "deepseek_v32"}, V31),
         ("deepseek-ai/DeepSeek-V3.2", {"model_type": "deepseek_v32"}, V32),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"model_type": "deepseek_v4"}, V4),
+        ("/models/mine", {"model_type": "deepseek-v4"}, V4),
         ("some/llama", {"model_type": "llama"}, None),
     ],
 )
@@ -231,7 +243,7 @@ def test_the_checkpoints_own_template_wins(bpe_folder, tmp_path):
     assert load_template(tmp_path, tokenizer, None, V32).render([ASK]) == "own"
 
 
-@pytest.mark.parametrize("family", [V2, V3, V3_0324, R1, V31, V32])
+@pytest.mark.parametrize("family", [V2, V3, V3_0324, R1, V31, V32, V4])
 def test_one_begin_of_sentence(bpe, family):
     ids = bpe.encode(built_in(family).render([SYSTEM, ASK]))
     assert ids[0] == bpe.bos_id and ids.count(bpe.bos_id) == 1
@@ -251,6 +263,7 @@ def test_a_template_without_words_for_tools_gets_them_in_the_system_message():
         ("<｜tool▁sep｜>{{ name }}\n```json", "deepseekv3"),
         ("{{ name }}<｜tool▁sep｜>", "deepseekv31"),
         ("<｜DSML｜invoke", "deepseekv32"),
+        ("<｜DSML｜tool_calls><｜DSML｜invoke", "deepseekv4"),
         ("plain", "deepseekv31"),
     ],
 )

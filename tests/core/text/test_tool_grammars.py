@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from ds_runtime.grammar.compile import Compiler
 from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
-from ds_runtime.text.formats.families import V3, V31, V32
+from ds_runtime.text.formats.families import V3, V4, V31, V32
 from ds_runtime.text.formats.template import built_in
 from ds_runtime.text.parsers.events import Answer
 from ds_runtime.text.parsers.registry import Parsers
@@ -24,7 +24,7 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 TOOL_TOKENS = [
     f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 ]
-FAMILIES = {"deepseekv3": V3, "deepseekv31": V31, "deepseekv32": V32}
+FAMILIES = {"deepseekv3": V3, "deepseekv31": V31, "deepseekv32": V32, "deepseekv4": V4}
 WEATHER = {
     "type": "object",
     "properties": {
@@ -101,7 +101,9 @@ def written(form, *calls):
     ]
     turn = {"role": "assistant", "content": None, "tool_calls": made}
     encoding = built_in(FAMILIES[form])
-    text = encoding.render([{"role": "user", "content": "q"}, turn], None, False)
+    text = encoding.render(
+        [{"role": "user", "content": "q"}, turn], None, False, {"thinking": False}
+    )
     said = text.partition("<｜Assistant｜>")[2].removeprefix("</think>")
     return said.removesuffix(EOS)
 

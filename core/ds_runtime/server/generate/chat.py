@@ -10,13 +10,14 @@ from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.server.generate.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
-from ds_runtime.server.generate.rules import asked_schema
+from ds_runtime.server.generate.rules import asked_format
 from ds_runtime.server.generate.sampling import check_ids, check_length, check_room
 from ds_runtime.text.formats.template import Template
 from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
+_MARK = "\ue000begun\ue001"  # stands for a message whose end is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def chat_prompt(
             kwargs.setdefault("thinking", request.thinking.type == "enabled")
         if request.tool_choice == "none":
             tools = None
-        if template.takes_response_format and (schema := asked_schema(request)) is not None:
-            kwargs.setdefault("response_format", schema)
+        if template.takes_response_format:
+            kwargs = asked_format(request) | kwargs
     for name, other in (("thinking", "enable_thinking"), ("enable_thinking", "thinking")):
         if not isinstance(kwargs.get(name), bool | None):
             field = f"chat_template_kwargs.{name}"
@@ -96,7 +97,11 @@ def _continued(
         )
         raise RequestError((FieldPath.of("continue_final_message"), said), where)
     if not reasoning:
-        return _cut(template.render(messages, tools, False, kwargs), content)
+        text, marked = (
+            template.render([*messages[:-1], {**last, "content": said}], tools, False, kwargs)
+            for said in (content, _MARK)
+        )
+        return _cut(text, marked.rpartition(_MARK)[2], content)
     thinking = {**kwargs, "thinking": True, "enable_thinking": True}
     text = template.render(messages[:-1], tools, True, thinking)
     if not text.rstrip().endswith(OPEN):
@@ -113,11 +118,12 @@ def _continued(
     return f"{text}{reasoning}{before}{CLOSE}{after}{content}"
 
 
-def _cut(text: str, last: str) -> str:
+def _cut(text: str, closing: str, last: str) -> str:
     """`text` up to the end of the last message, without what the template closes it with."""
-    for said in (last, last.strip()):
-        if said and (begin := text.rfind(said)) >= 0:
-            return text[:begin] + said
+    begun = text.removesuffix(closing)
+    said = last.strip()
+    if begun.endswith(last) or (said and begun.rstrip().endswith(said)):
+        return begun
     raise RequestError.of(
         "continue_final_message",
         ": this chat template changes the text of messages, so it cannot be continued",

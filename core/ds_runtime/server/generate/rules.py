@@ -70,10 +70,14 @@ def _thinks_not(body: ChatRequest) -> bool:
     return body.thinking is not None and body.thinking.type == "disabled"
 
 
-def asked_schema(body: ChatRequest) -> Any:
-    """The schema of response_format, for encodings that tell the model of it; None without one."""
-    named = (body.response_format or {}).get("json_schema")
-    return named.get("schema") if isinstance(named, Mapping) else None
+def asked_format(body: ChatRequest) -> dict[str, Any]:
+    """What response_format asks, as keywords for encodings that tell the model of it."""
+    wished = body.response_format or {}
+    if wished.get("type") == "json_object":
+        return {"json_object": True}
+    named = wished.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    return {} if schema is None else {"response_format": schema}
 
 
 def _given(fields: Sampling) -> Iterator[OutputRules]:

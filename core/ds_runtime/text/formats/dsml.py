@@ -52,7 +52,7 @@ Here are the functions available in JSONSchema format:
 {schemas}
 </functions>
 """
-_FORMAT = (
+RESPONSE_FORMAT = (
     "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{schema}"
 )
 
@@ -86,7 +86,7 @@ class DsmlEncoding:
             role = turn["role"]
             open_think = thinking and i >= last
             if role == "system":
-                out.append(_instructed(turn, _content(turn)))
+                out.append(_instructed(turn, content_of(turn)))
             elif role in ("user", "developer"):
                 out += ("<｜User｜>", _user(turn))
                 if add_generation_prompt or i + 1 < len(turns):
@@ -97,7 +97,7 @@ class DsmlEncoding:
                 first = i == 0 or turns[i - 1]["role"] != "tool"
                 final = i + 1 == len(turns) or turns[i + 1]["role"] != "tool"
                 out.append("\n\n<function_results>" if first else "")
-                out.append(f"\n<result>{_content(turn)}</result>")
+                out.append(f"\n<result>{content_of(turn)}</result>")
                 if final:
                     out += ("\n</function_results>\n\n", "<think>" if open_think else "</think>")
         return "".join(out)
@@ -127,26 +127,27 @@ def _last_user(turns: Sequence[Message]) -> int:
 def _instructed(turn: Message, text: str) -> str:
     """`text` with the tools and the response format that the message carries."""
     if tools := turn.get("tools"):
-        schemas = "\n".join(_json(t.get("function", t)) for t in tools)
+        schemas = "\n".join(as_json(t.get("function", t)) for t in tools)
         text += "\n\n" + _TOOLS.replace("{schemas}", schemas)
     if (schema := turn.get("response_format")) is not None:
-        text += "\n\n" + _FORMAT.replace("{schema}", _json(schema))
+        text += "\n\n" + RESPONSE_FORMAT.replace("{schema}", as_json(schema))
     return text
 
 
-def _content(turn: Message) -> str:
+def content_of(turn: Message) -> str:
+    """A message's text."""
     return str(turn.get("content") or "")
 
 
 def _user(turn: Message) -> str:
-    content = _content(turn)
+    content = content_of(turn)
     if turn["role"] == "user":
         return content
     return _instructed(turn, "") + "\n\n# The user's message is: " + content
 
 
 def _assistant(turn: Message, reasons: bool) -> str:
-    content, calls = _content(turn), turn.get("tool_calls") or []
+    content, calls = content_of(turn), turn.get("tool_calls") or []
     if turn.get("prefix") and not calls:
         return content
     thought = ""
@@ -168,26 +169,34 @@ def _assistant(turn: Message, reasons: bool) -> str:
 
 def _invoke(function: Message) -> str:
     arguments = function["arguments"]
-    try:
-        values = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, Mapping):
+    values = object_of(arguments)
+    if values is None:
         raise RequestError(
             f"the arguments of a call of {function['name']!r:.80} are {arguments!r:.80}: "
             "a JSON object is needed",
             "messages",
         )
-    lines = "\n".join(_parameter(k, v) for k, v in values.items())
+    lines = "\n".join(parameter(k, v) for k, v in values.items())
     return f'<｜DSML｜invoke name="{function["name"]}">\n{lines}\n</｜DSML｜invoke>'
 
 
-def _parameter(name: str, value: Any) -> str:
+def object_of(arguments: Any) -> Message | None:
+    """The arguments of a call, as JSON text or already an object; None where they are no object."""
+    try:
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, Mapping) else None
+
+
+def parameter(name: str, value: Any) -> str:
+    """One argument of a call in its tags: text as it is, others as JSON."""
     is_text = isinstance(value, str)
-    text = value if is_text else _json(value)
+    text = value if is_text else as_json(value)
     kind = "true" if is_text else "false"
     return f'<｜DSML｜parameter name="{name}" string="{kind}">{text}</｜DSML｜parameter>'
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """JSON as the models were trained on it."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The generations of models, as far as text goes: template, tools text, parsers.
+"""The generations of models, as far as text goes: prompts, tools text, parsers.
 
 A checkpoint's own template always wins. What it lacks (a template at all, words about tools, which
 the templates of V3 to V3.1 leave to the server) comes from here.
@@ -15,6 +15,8 @@ from typing import Any
 
 from ds_runtime.checkpoint.base import base_of
 from ds_runtime.checkpoint.files import read_settings
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.formats.dsml_v4 import V4Encoding
 
 Tools = Sequence[Mapping[str, Any]]
 _CALLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
@@ -47,11 +49,11 @@ def _tools_text(call: str, chaining: str) -> Callable[[Tools], str]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One generation. `template`: a file in templates/, None for the DSML encoding, or "" where
-    only the checkpoint has one.
+    """One generation. `template`: a file in templates/, an encoding that is no template, or ""
+    where only the checkpoint has one.
     """
 
-    template: str | None
+    template: str | type[DsmlEncoding] | type[V4Encoding]
     reasoning: str | None = None
     tool_calls: str | None = None
     tools_text: Callable[[Tools], str] | None = None
@@ -71,7 +73,8 @@ V3 = Family("v3.jinja", "deepseek-v3", "deepseekv3", _V3_TOOLS)
 V3_0324 = Family("v3.jinja", "deepseek-v3", "deepseekv3", _V3_TOOLS, {"opens_early": True})
 R1 = Family("v3.jinja", "deepseek-r1", "deepseekv3", _V3_TOOLS, {"reasons": True})
 V31 = Family("v31.jinja", "deepseek-v3", "deepseekv31", _V31_TOOLS)
-V32 = Family(None, "deepseek-v3", "deepseekv32")
+V32 = Family(DsmlEncoding, "deepseek-v3", "deepseekv32")
+V4 = Family(V4Encoding, "deepseek-v4", "deepseekv4")
 GLM = Family("", "glm45", "glm47")  # 4.7 and 5
 
 # GLM-4.5 and 4.6 put arguments on lines of their own, 4.7 and 5 do not.
@@ -95,6 +98,8 @@ def find_family(folder: str | Path, model: str = "") -> Family | None:
         return GLM
     if kind == "deepseek_v32":
         return V31 if "exp" in name or "math" in name else V32
+    if kind == "deepseek_v4":
+        return V4
     if kind != "deepseek_v3":
         return None
     if _R1_NAME.search(name):
@@ -110,7 +115,7 @@ def tool_format(sources: Sequence[str], family: Family | None) -> str | None:
     """The tool-call parser for what the templates write; the family's if they write no calls."""
     text = "".join(sources)
     if "DSML" in text:
-        return "deepseekv32"
+        return "deepseekv4" if "DSML｜tool_calls" in text else "deepseekv32"
     if "<｜tool▁sep｜>" in text:
         return "deepseekv3" if "```json" in text else "deepseekv31"
     if "<arg_key>" in text:

@@ -20,7 +20,6 @@ import jinja2.sandbox
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.files import read_text
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError, named, shown
-from ds_runtime.text.formats.dsml import DsmlEncoding
 from ds_runtime.text.formats.families import Family, tool_format
 from ds_runtime.text.tokenizer import Tokenizer
 
@@ -222,8 +221,8 @@ def load_template(
 
 def built_in(family: Family) -> Template:
     """The template that a family's models were trained with."""
-    if family.template is None:
-        return DsmlEncoding()
+    if not isinstance(family.template, str):
+        return family.template()
     return _single(_BUILT_IN / family.template, family.constants, family)
 
 

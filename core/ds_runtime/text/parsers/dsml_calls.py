@@ -1,4 +1,4 @@
-"""Tool calls as V3.2 writes them: DSML tags, one parameter each."""
+"""Tool calls as V3.2 and V4 write them: DSML tags, one parameter each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import re
 from ds_runtime.text.parsers.markers import Found, Markers
 from ds_runtime.text.parsers.tag_calls import TagToolParser, ValueKind
 
-BLOCK, BLOCK_END = "<｜DSML｜function_calls", "</｜DSML｜function_calls"
+# V3.2's name of the block, V4's, and those that V4 has been seen to write.
+_BLOCKS = ("function_calls", "tool_calls", "toolcalls", "tool>")
+BLOCKS = tuple(f"<｜DSML｜{name}" for name in _BLOCKS)
+BLOCK_ENDS = tuple(f"</｜DSML｜{name}" for name in _BLOCKS)
 INVOKE, INVOKE_END = "<｜DSML｜invoke", "</｜DSML｜invoke"
 PARAM, PARAM_END = "<｜DSML｜parameter", "</｜DSML｜parameter"
-_OTHER = ("<｜DSML｜tool_calls", "</｜DSML｜tool_calls")  # V4's name of the block
+_WRAPPERS = ("arguments", "input")
 _MAX_TAG = 1024  # characters up to its `>`; what is longer is no tag
 _TAG = re.compile(r'(?:[^>"<]|"[^"]*")*>')
 _HALF_TAG = re.compile(r'(?:[^>"<]|"[^"]*")*(?:"[^"]*)?')
@@ -21,16 +24,18 @@ _STRING = re.compile(r'\bstring="(true|false)"')
 
 
 class DsmlToolParser(TagToolParser):
-    """`<D function_calls>`, `<D invoke name>` and `<D parameter name string>`, where D is ｜DSML｜.
+    """`<D function_calls>`, or `<D tool_calls>` in V4, `<D invoke name>` and
+    `<D parameter name string>`, where D is ｜DSML｜.
 
-    Accepted too: calls without the outer block, a JSON object instead of parameters,
+    Accepted too: calls without the outer block, a JSON object instead of parameters, the same
+    wrapped in a parameter "arguments" or "input" that the function does not have,
     `<D invoke …/>`.
     """
 
-    MARKERS = Markers((BLOCK, BLOCK_END, INVOKE, INVOKE_END, PARAM, PARAM_END, *_OTHER))
-    OPENERS = (BLOCK, INVOKE, _OTHER[0])
+    MARKERS = Markers((*BLOCKS, *BLOCK_ENDS, INVOKE, INVOKE_END, PARAM, PARAM_END))
+    OPENERS = (*BLOCKS, INVOKE)
     TAGS, VALUE_ENDS = MARKERS, Markers((PARAM_END,))
-    CLOSERS = Markers((PARAM_END, INVOKE_END, BLOCK_END, _OTHER[1]))
+    CLOSERS = Markers((PARAM_END, INVOKE_END, *BLOCK_ENDS))
 
     _tag = ""
     _tag_loosely = False
@@ -90,7 +95,7 @@ class DsmlToolParser(TagToolParser):
             self._parameter(attributes)
             return
         self._end_call()
-        if self._tag in (BLOCK_END, _OTHER[1]):
+        if self._tag in BLOCK_ENDS:
             self._loose = False
         if self._tag != INVOKE:
             return
@@ -113,7 +118,8 @@ class DsmlToolParser(TagToolParser):
             kind = ValueKind.TEXT if told.group(1) == "true" else ValueKind.JSON
         else:
             kind = ValueKind.TEXT if self._schema(key).get("type") == "string" else ValueKind.EITHER
-        self._begin_value(key, kind, self._tag_loosely)
+        wraps = not self._num_params and key in _WRAPPERS and self._lacks(key)
+        self._begin_value(key, kind, self._tag_loosely, wraps)
 
     def _after_value(self) -> None:
         self._step, self._skips = self._content, True

@@ -30,14 +30,15 @@ class ReasoningParser:
     """Splits text into reasoning and answer.
 
     style "deepseek-r1": reasoning unless the prompt says otherwise, with the line breaks around
-    the tags taken away, as R1's template writes them. "deepseek-v3": reasoning only where the
-    prompt or the model opens it, every byte kept. "glm45": the same without the line breaks around
-    the tags, which GLM-4.5's template writes. `openers` are markers that end reasoning without a
-    `</think>`: where they are found in just this spelling, everything from them on is the answer.
+    the tags taken away, as R1's template writes them. "deepseek-v3" and "deepseek-v4": reasoning
+    only where the prompt or the model opens it, every byte kept. "glm45": the same without the line
+    breaks around the tags, which GLM-4.5's template writes. `openers` are markers that end
+    reasoning without a `</think>`: where they are found in just this spelling, everything from
+    them on is the answer.
     """
 
     def __init__(self, style: str, prompt: str, openers: tuple[str, ...] = ()) -> None:
-        self._trims = style != "deepseek-v3"
+        self._trims = style not in ("deepseek-v3", "deepseek-v4")
         self._ends = _ends(openers)
         self._held = ""
         self._skips = False  # line breaks that belong to the format come next

@@ -17,11 +17,12 @@ from ds_runtime.text.parsers.glm_calls import GlmToolParser
 from ds_runtime.text.parsers.reasoning import ReasoningParser
 from ds_runtime.text.parsers.tool_calls import TokenToolParser, ToolCallParser, schemas_of
 
-REASONING = ("deepseek-v3", "deepseek-r1", "glm45")
+REASONING = ("deepseek-v3", "deepseek-v4", "deepseek-r1", "glm45")
 TOOL_CALLS: dict[str, type[ToolCallParser]] = {
     "deepseekv3": TokenToolParser,
     "deepseekv31": TokenToolParser,
     "deepseekv32": DsmlToolParser,
+    "deepseekv4": DsmlToolParser,
     "glm45": GlmToolParser,
     "glm47": GlmToolParser,
 }

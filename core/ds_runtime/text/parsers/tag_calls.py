@@ -39,6 +39,7 @@ class TagToolParser(ToolCallParser):
     _spelled_loosely = False  # the value's opening tag
     _gives_up = False  # any tag ends a value: the format's own is missing
     _kept: list[str] | None = None  # from a tag on that may have ended the value
+    _head = ""  # what comes before a value that may be all arguments
 
     def _after_value(self) -> None:
         """Go on behind a value, at the tag that ends it."""
@@ -65,14 +66,25 @@ class TagToolParser(ToolCallParser):
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
-    def _begin_value(self, key: str, kind: ValueKind, loosely: bool = False) -> None:
+    def _lacks(self, key: str) -> bool:
+        """Whether the client's function has arguments, and none of this name."""
+        properties = self.functions.get(self._called, {}).get("properties")
+        return isinstance(properties, Mapping) and bool(properties) and key not in properties
+
+    def _begin_value(
+        self, key: str, kind: ValueKind, loosely: bool = False, wraps: bool = False
+    ) -> None:
+        """Begin a value. wraps: an object in it is all arguments."""
         before = ", " if self._num_params else "{"
-        is_text = kind is ValueKind.TEXT
-        self._argue(f'{before}"{quoted(key)}": ' + ('"' if is_text else ""))
+        is_text = kind is ValueKind.TEXT and not wraps
+        head = f'{before}"{quoted(key)}": ' + ('"' if is_text else "")
+        self._head = head if wraps else ""
+        self._argue("" if wraps else head)
         self._num_params += 1
         self._kind, self._spelled_loosely, self._kept = kind, loosely, None
         self._raw, self._step = [], self._text_value if is_text else self._other_value
-        ends = self.VALUE_ENDS if kind is ValueKind.EITHER and not self._gives_up else self.TAGS
+        bounded = kind is ValueKind.EITHER or (wraps and kind is ValueKind.TEXT)
+        ends = self.VALUE_ENDS if bounded and not self._gives_up else self.TAGS
         self._json = self._new_json(ends, bare=True)
 
     def _text_value(self) -> bool:
@@ -111,12 +123,18 @@ class TagToolParser(ToolCallParser):
         return True
 
     def _end_value(self) -> None:
-        if self._kind is ValueKind.TEXT:
+        if self._kind is ValueKind.TEXT and not self._head:
             self._argue('"')
         else:
             raw = "".join(self._raw)
-            is_json = strict_json(raw.strip()) is not NO_JSON
-            self._argue(raw.strip() if is_json else f'"{quoted(raw)}"')
+            value = strict_json(raw.strip())
+            if self._head and isinstance(value, dict):
+                self._num_params = len(value)
+                self._argue(raw.strip().removesuffix("}") if value else "")
+            else:
+                is_json = value is not NO_JSON and self._kind is not ValueKind.TEXT
+                self._argue(self._head + (raw.strip() if is_json else f'"{quoted(raw)}"'))
+        self._head = ""
         self._after_value()
 
     @property
@@ -151,7 +169,7 @@ class TagToolParser(ToolCallParser):
 
     def _finish_value(self, rest: str, natural: bool) -> None:
         """The text ends inside a value."""
-        if self._kind is ValueKind.TEXT:
+        if self._kind is ValueKind.TEXT and not self._head:
             self._pass_on("".join(self._kept or ()) + rest)
             if natural:
                 self._end_value()
@@ -161,4 +179,4 @@ class TagToolParser(ToolCallParser):
         if natural:
             self._end_value()
         else:
-            self._argue("".join(self._raw))
+            self._argue(self._head + "".join(self._raw))
