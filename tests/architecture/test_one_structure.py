@@ -28,6 +28,7 @@ SPELL = {
     # Words that are also something else than a weight's name.
     "core/ds_runtime/description/config.py": "a field: how many shared experts",
     "core/ds_runtime/description/hf.py": "the same field",
+    "core/ds_runtime/description/hybrid.py": "the same field",
     "core/ds_runtime/description/joins.py": "the name of a rule",
     "core/ds_runtime/cli/known.py": "the name of that rule",
     "core/ds_runtime/model/attention.py": "an attribute of a layer",

@@ -51,6 +51,32 @@ class Indexing:
 
 
 @dataclass(frozen=True, slots=True)
+class Hybrid:
+    """What DeepSeek-V4 has and no model before it: attention of a window and of compressed
+    entries, several residual streams, and experts chosen by token id.
+
+    ratios: per layer, how many tokens a compressed entry stands for; 0: there is a window alone.
+    window: tokens. theta, yarn: rotation in layers with compressed entries; elsewhere it is the
+    model's. groups, o_lora: of the output projection, and the width that each comes down to.
+    hashed: how many layers, from the first, choose experts by token id. limit: of what an expert's
+    activation multiplies. streams: of the residual, which `rounds` of scaling mix (arXiv
+    2512.24880); stream_eps: what is added to their shares.
+    """
+
+    ratios: tuple[int, ...]
+    window: int
+    theta: float
+    yarn: Yarn | None
+    groups: int
+    o_lora: int
+    hashed: int
+    limit: float
+    streams: int
+    rounds: int
+    stream_eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and constants of one checkpoint; names follow the literature."""
 
@@ -83,6 +109,7 @@ class ModelConfig:
     eos_tokens: tuple[int, ...]
     indexing: Indexing | None = None  # attention is dense without
     left_over: str = field(default="", compare=False)  # a quantization_config that is not used
+    hybrid: Hybrid | None = None  # of DeepSeek-V4, whose latents are keys and values as they are
     expanded: bool = False  # the KV cache holds keys and values of all heads, no latents
 
     @property
@@ -125,6 +152,10 @@ class ModelConfig:
         index: dict[str, int] = {}
         if (i := self.indexing) is not None:
             index = {"index_heads": i.heads, "index_dim": i.dim, "index_topk": i.top_k}
+        if (h := self.hybrid) is not None:
+            groups = h.groups // (attention_tp or tp)
+            index |= {"window": h.window, "o_groups": groups, "o_lora": h.o_lora}
+            index |= {"streams": h.streams}
         return Dims(
             {
                 **index,
@@ -153,6 +184,8 @@ class ModelConfig:
             ("num_attention_heads", self.heads, attention_tp or tp),
             ("intermediate_size", self.intermediate, tp),
         ]
+        if self.hybrid is not None:
+            cuts.append(("o_groups", self.hybrid.groups, attention_tp or tp))
         if self.experts:
             cuts += [
                 ("moe_intermediate_size", self.moe_intermediate, tp),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ds_runtime.checkpoint.files import read_object
 from ds_runtime.checkpoint.reader import Reader
 from ds_runtime.description.config import ModelConfig, Yarn
+from ds_runtime.description.hybrid import hybrid_config
 from ds_runtime.description.indexing import check_indexing, read_indexing
 from ds_runtime.description.leftover import left_over
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
@@ -23,6 +24,7 @@ QUANT_FILE = "hf_quant_config.json"
 _LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is looked for
 GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
+HYBRID = "DeepseekV4ForCausalLM"
 SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
 _DISTILLED = (
     "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and "
@@ -31,8 +33,6 @@ _DISTILLED = (
 _RECOGNISED = {
     "Qwen2ForCausalLM": _DISTILLED,
     "LlamaForCausalLM": _DISTILLED,
-    "DeepseekV4ForCausalLM": "DeepSeek-V4 has another attention, residual and expert format than "
-    "V2 and V3, and this version does not serve it",
     "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "
     "V2 and V3, and this version does not serve it",
 }
@@ -51,6 +51,11 @@ def load_config(folder: Path) -> ModelConfig:
     if beside.exists():
         raw = with_quant_file(raw, read_object(beside))
     config = from_hf(raw, str(path))
+    if config.hybrid is not None:
+        raise UnsupportedError(
+            f"{path}: {HYBRID}: DeepSeek-V4 has another attention, residual and expert format than "
+            f"V2 and V3, and this version does not serve it; supported: {', '.join(SUPPORTED)}"
+        )
     if config.quantization and (said := left_over(folder, config.quantization, QUANT_FILE)):
         return replace(config, quantization={}, left_over=said)
     return config
@@ -70,14 +75,14 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     get = Reader(raw, where)
     architecture = _architecture(get)
     _refuse_unserved(get)
+    layers = get.integer("num_hidden_layers", most=_LAYERS)
+    if architecture == HYBRID:
+        return hybrid_config(get, architecture, layers, _EXPERTS, **_common(get))
     experts = get.integer("n_routed_experts", "num_local_experts", default=0, most=_EXPERTS)
     theta, yarn = _rope(get)
     v3 = architecture != "DeepseekV2ForCausalLM"
-    layers = get.integer("num_hidden_layers", most=_LAYERS)
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=get.integer("vocab_size"),
-        hidden=get.integer("hidden_size"),
         layers=layers,
         heads=get.integer("num_attention_heads"),
         q_lora=get.integer("q_lora_rank", default=0) or None,
@@ -92,21 +97,16 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         first_dense=_first_dense(get),
         moe_every=get.integer("moe_layer_freq", default=1, least=1),
         routing=_routing(get, experts, v3) if experts else None,
-        eps=get.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         yarn=yarn,
         rope_interleave=get.boolean("rope_interleave", True),
-        max_positions=get.integer("max_position_embeddings"),
-        tie_embeddings=get.boolean("tie_word_embeddings", False),
         mtp_layers=get.integer(
             "num_nextn_predict_layers", "num_mtp_layers", default=0, most=_LAYERS
         ),
-        dtype=_dtype(get),
-        quantization=dict(get.mapping("quantization_config")),
-        eos_tokens=get.ids("eos_token_id"),
         indexing=read_indexing(get, layers, architecture == GLM)
         if architecture in SPARSE
         else None,
+        **_common(get),
     )
     check_indexing(get, config)
     if config.qk_rope % 2:
@@ -115,10 +115,24 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     return config
 
 
+def _common(get: Reader) -> dict[str, Any]:
+    """Fields that every architecture says by the same keys."""
+    return {
+        "vocab_size": get.integer("vocab_size"),
+        "hidden": get.integer("hidden_size"),
+        "eps": get.number("rms_norm_eps", 1e-6),
+        "max_positions": get.integer("max_position_embeddings"),
+        "tie_embeddings": get.boolean("tie_word_embeddings", False),
+        "dtype": _dtype(get),
+        "quantization": dict(get.mapping("quantization_config")),
+        "eos_tokens": get.ids("eos_token_id"),
+    }
+
+
 def _architecture(get: Reader) -> str:
     names = get.strings("architectures")
     name = names[0] if names else get.text("model_type") or "none"
-    if name in SUPPORTED:
+    if name in (*SUPPORTED, HYBRID):
         return name
     supported = ", ".join(SUPPORTED)
     if name in _RECOGNISED:

@@ -367,7 +367,7 @@ class Routing:
     num_experts: int
     n_group: int = 1
     topk_group: int = 1
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
     renormalize: bool = False
     scale: float = 1.0
