@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ class Engine:
         self.scheduler.close()
         if self.leader is not None:
             self.leader.part()
-            bounded(self.runner.close, PARTING)
+            bounded(partial(self.runner.close, alone=True), PARTING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,12 +262,13 @@ class Runner:
             self._finish()
         return handle.result()
 
-    def close(self) -> None:
-        """Leave the group of ranks. Captured steps go first: while one could replay a collective,
-        its group does not end.
+    def close(self, alone: bool = False) -> None:
+        """Leave the group of ranks, behind what others have queued. Captured steps go first: while
+        one could replay a collective, its group does not end. alone: the others have been ended.
         """
+        if not alone:
+            self._finish()
         self.programs.forget()
-        self._unfinished = None
         self.world.close()
 
     def warm_up(self) -> None:
