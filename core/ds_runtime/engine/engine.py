@@ -77,7 +77,7 @@ class Engine:
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
-        pools = [_pages(config, runner.memory) for _ in range(config.attn_dp)]
+        pools = [_pages(config, runner.memory) for _ in range(runner.parts.exchange.groups)]
         self.scheduler = Scheduler(limits, pools)
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)

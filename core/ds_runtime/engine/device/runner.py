@@ -126,7 +126,7 @@ class Runner:
             max_sequences=self.config.max_running_requests,
             max_pages_per_sequence=self.max_pages,
             page_size=self.config.page_size,
-            heads=self.assembly.model.heads // self.config.attention_tp,
+            heads=self.assembly.model.heads // self.assembly.mesh.attn_tp,
             device=self.device,
             max_queries=self.width,
         )
@@ -157,7 +157,7 @@ class Runner:
         """Tokens that the KV cache holds, in all groups together where each has sequences of its
         own.
         """
-        return self.num_pages * self.config.page_size * self.config.attn_dp
+        return self.num_pages * self.config.page_size * self.assembly.mesh.attn_dp
 
     def _plan_memory(self, before: int) -> KvMemory:
         """The pages that every rank can hold: collective. before: bytes of its device that were

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.warmup import sequences_apart
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.engine.step.result import SCORE_ROWS
 from ds_runtime.ops.binding.bound import BoundOps
@@ -108,7 +109,7 @@ class _Steps:
 
     def __init__(self, config: EngineConfig, limits: StepLimits) -> None:
         self._config, self._limits = config, limits
-        self._groups = min(config.attn_dp, config.max_running_requests)
+        self._groups = sequences_apart(config)
         self._sequences = max(1, config.max_running_requests // self._groups)
         self._width = min(limits.width, limits.context - 1)
         self.rows = max(1, config.max_step_tokens // self._groups)

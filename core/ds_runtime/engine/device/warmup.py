@@ -16,15 +16,15 @@ class WarmUp(NamedTuple):
     num_pages: int
 
 
-def _groups(config: EngineConfig) -> int:
-    """How many sequences there are."""
+def sequences_apart(config: EngineConfig) -> int:
+    """Sequences at most that are in groups of their own."""
     return min(config.attn_dp, config.max_running_requests)
 
 
 def warm_up_length(config: EngineConfig, context_length: int) -> int:
     """Tokens of each sequence's prompt."""
     length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
-    return max(1, min(length, config.max_step_tokens // _groups(config)))
+    return max(1, min(length, config.max_step_tokens // sequences_apart(config)))
 
 
 def warm_up_steps(
@@ -40,7 +40,7 @@ def warm_up_steps(
     prompt, init = [0] * length, list[RowInit]()
     prefill, decode = StepPlan(step=-2, works=[], init=init), StepPlan(step=-1, works=[])
     prefill.drafts = decode.drafts = drafts
-    for group in range(_groups(config)):
+    for group in range(sequences_apart(config)):
         init.append(RowInit(row=group, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
         for plan, start, count, tokens in (
             (prefill, 0, length, prompt),

@@ -35,6 +35,7 @@ from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import NAME, SHOW_THREADS, UNGUARDED, rank_main
 from ds_runtime.parallel.link import Cause, report
+from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line
 _UNGUARDED = (
@@ -284,8 +285,9 @@ class EngineProcesses:
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
         own = config, tuple(explicit), tuple(plugins), self.folder
-        first = config.node_rank * config.per_node
-        specs = [RankSpec(*own, first + n, replica) for n in range(config.per_node)]
+        mesh = Mesh.of(config)
+        ranks = [rank for rank in range(mesh.size) if mesh.host(rank) == config.node_rank]
+        specs = [RankSpec(*own, rank, replica) for rank in ranks]
         self.group = RankGroup(specs, tell, far=config.node_rank > 0)
 
     def start(self) -> None:
