@@ -19,6 +19,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.backends import backend_pins
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
+from ds_runtime.parallel.mesh import Mesh
 
 
 def parsed(*args):
@@ -60,7 +61,6 @@ def parsed(*args):
         ("--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention", True),
         ("--tp 8 --dp 8 --enable-dp-attention", "attn_dp", 8),
         ("--tp 8 --dp 2 --enable-dp-attention", "attn_dp", 2),
-        ("--tp 8 --dp 2 --enable-dp-attention", "attention_tp", 4),
         ("--tp 8 --dp 1 --enable-dp-attention", "attn_dp", 1),
         ("--tp 8 --enable-dp-attention", "attn_dp", 8),
         ("--tp 8 --enable-dp-attention --enable-dp-lm-head", "attn_dp", 8),
@@ -100,6 +100,7 @@ def test_the_number_of_replicas_and_of_groups_is_one_flag():
     said = parsed("--tp", "4", "--dp", "1", "--enable-dp-attention")[2]
     assert said == ["--dp 1: one group of ranks divides attention by heads alone"]
     assert parsed("--tp", "4", "--dp", "2", "--enable-dp-attention")[2] == []
+    assert Mesh.of(parsed(*["--tp", "8", "--dp", "2", "--enable-dp-attention"])[0]).attn_tp == 4
 
 
 def test_several_machines_and_torchrun(tmp_path):
@@ -110,7 +111,7 @@ def test_several_machines_and_torchrun(tmp_path):
         parsed(*line.split())
     for host in ("127.0.0.1", "localhost", "127.1.2.3"):
         engine, _, notes = parsed(*line.replace("10.0.0.1", host).split())
-        assert (engine.per_node, engine.node_rank, len(notes)) == (2, 1, 2)
+        assert (Mesh.of(engine).per_host, engine.node_rank, len(notes)) == (2, 1, 2)
         assert "without --dist-token-file, whoever is on this machine may join" in notes[1]
     assert len(parsed(*line.split(), "--dist-token-file", "x")[2]) == 1
     with pytest.raises(ConfigError, match="the port is below 65535, as the next one is used, too"):

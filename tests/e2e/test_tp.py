@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -137,3 +138,28 @@ def test_a_killed_rank_ends_the_engine_within_seconds_and_says_which(tiny):
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(tiny):
     with pytest.raises(ConfigError, match="--tp 3: num_attention_heads 4"):
         LLM(tiny, **SETTINGS, tp=3)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_script_that_makes_it_outside_main_is_told_so(tmp_path, guarded):
+    """The processes of ranks import it, and would make more."""
+    lines = (
+        'llm = LLM("demo", platform="cpu", dtype="float32", kv_memory="200MB", tp=2)',
+        'print("answered", len(llm.generate([[5, 6, 7]])))',
+        "llm.close()",
+    )
+    head = ["from ds_runtime import LLM", *['if __name__ == "__main__":'] * guarded]
+    text = "\n".join([*head, *("    " * guarded + line for line in lines)])
+    (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if guarded:
+        assert (done.returncode, done.stdout) == (0, "answered 1\n"), done.stderr
+        return
+    assert done.returncode == 1 and "answered" not in done.stdout
+    said = done.stderr.strip().splitlines()
+    assert said[-1].endswith(
+        "ConfigError: LLM(tp=2): the processes of its ranks import the script that makes it, and "
+        'would make more: put what the script does under if __name__ == "__main__":'
+    )
+    assert "bootstrapping" not in done.stderr  # which Python says

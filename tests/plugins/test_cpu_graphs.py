@@ -23,6 +23,7 @@ from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.engine.capture.recorder import Recorder
+from ds_runtime.errors import PluginError
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins.manager import load_plugins
@@ -313,6 +314,16 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
     assert x == 20
     said = [r.message for r in caplog.records]
     assert len(said) == 1 and said[0].startswith("decode steps go on op by op: CaptureError: ")
+
+
+def test_one_of_several_ranks_that_cannot_be_captured_is_an_error():
+    """Run again as a whole it would give others twice what they wait for."""
+    x = torch.zeros(1)
+    replay = Recorder(HostGraphs(), 2, ranks=2).record(lambda: x.add_(int(x.item() < 9)), "a step")
+    replay()
+    replay()
+    with pytest.raises(PluginError, match=r"^a step cannot be captured: .*; --disable-graph runs"):
+        replay()
 
 
 TREE = {

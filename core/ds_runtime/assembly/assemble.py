@@ -86,7 +86,7 @@ def assemble(
     info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
-    model.check_tp(config.tp, config.attention_tp)
+    model.check_tp(config.tp, Mesh.of(config).attn_tp)
     if model.indexing is None:
         refuse_sparse(config, model.architecture)
     model = _expanded(config, model)
@@ -266,7 +266,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
     several = mesh.size > 1
     return Facts(
         device=device,
-        dims=model.dims(config.tp, config.attention_tp),
+        dims=model.dims(mesh.tp, mesh.attn_tp),
         dtype=config.dtype,
         kv_dtype=_kv_dtype(config, model),
         index_dtype=_index_dtype(config),

@@ -39,9 +39,9 @@ class Crossing:
     @staticmethod
     def of(assembly: Assembly) -> Crossing:
         """That of a model's ranks."""
-        mesh, item = Mesh.of(assembly.config), ITEM_BYTES[assembly.config.dtype]
+        mesh, item = assembly.mesh, ITEM_BYTES[assembly.config.dtype]
         vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
-        return Crossing(mesh, assembly.model.hidden * item, vocab * item)
+        return Crossing(mesh, assembly.facts.dims["hidden"] * item, vocab * item)
 
     def wire(self, layers: int) -> Wire:
         """Traffic of a decode step without drafts."""

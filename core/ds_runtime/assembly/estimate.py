@@ -149,7 +149,7 @@ def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
     config = assembly.config
     weights = packed_bytes(assembly.model, assembly.binding, config.dtype, positions_of(assembly))
-    ranks = Ranks(config.tp, config.attention_tp)
+    ranks = Ranks(assembly.mesh.tp, assembly.mesh.attn_tp)
     return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, ranks)
 
 

@@ -20,6 +20,7 @@ from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import CacheSizes, LaidGroup
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 
@@ -76,6 +77,11 @@ class Assembly:
     rulings: tuple[Ruling, ...] = ()
 
     @cached_property
+    def mesh(self) -> Mesh:
+        """All ranks of the engine."""
+        return Mesh.of(self.config)
+
+    @cached_property
     def plan(self) -> Plan:
         """The binding, and what it follows from."""
         config, facts = self.config, self.facts
@@ -88,8 +94,8 @@ class Assembly:
             kv_dtype=facts.kv_dtype,
             index_dtype=facts.index_dtype if self.model.indexing is not None else "",
             page_size=config.page_size,
-            tp=config.tp,
-            attn_dp=config.attn_dp,
+            tp=self.mesh.tp,
+            attn_dp=self.mesh.attn_dp,
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),

@@ -21,6 +21,7 @@ from ds_runtime.description.structure import EXPERTS, HEAD, JOIN, KV_B, FormatOf
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import QuantLoader, Site
 from ds_runtime.ops.table import OPS
+from ds_runtime.parallel.mesh import Mesh
 
 DRAFT_FORMAT, _COLUMNS = "fp8_block", 128  # that share a scale
 DRAFT_EXPERTS = "w4afp8"
@@ -52,7 +53,7 @@ class SiteList:
             return "dense" if tied else encoding(module).format
 
         self.apart = apart(config)
-        self._ranks = config.tp, config.attention_tp
+        self._ranks = config.tp, Mesh.of(config).attn_tp
         self._alone = config.batch_invariant
         self._model = model
         self._format_of = with_target(config.quantize, stored)

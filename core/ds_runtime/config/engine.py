@@ -336,19 +336,9 @@ class EngineConfig:
         return min(self.attn_dp, self.max_running_requests)
 
     @property
-    def per_node(self) -> int:
-        """Ranks of this engine on each machine."""
-        return self.tp // self.nnodes
-
-    @property
     def replicas(self) -> int:
         """Engines that one server runs."""
         return 1 if self.enable_dp_attention else self.dp or 1
-
-    @property
-    def attention_tp(self) -> int:
-        """Ranks that divide the heads of attention."""
-        return self.tp // self.attn_dp
 
 
 def _fraction(config: EngineConfig) -> None:

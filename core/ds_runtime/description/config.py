@@ -145,15 +145,15 @@ class ModelConfig:
         """Layers that choose the tokens that they attend: these have an index cache."""
         return sum(self.indexing.computes) if self.indexing is not None else 0
 
-    def dims(self, tp: int = 1, attention_tp: int | None = None) -> Dims:
-        """Geometry for Facts; heads and expert widths are those of one rank. attention_tp: ranks
+    def dims(self, tp: int = 1, attn_tp: int | None = None) -> Dims:
+        """Geometry for Facts; heads and expert widths are those of one rank. attn_tp: ranks
         that divide the heads (default: all).
         """
         index: dict[str, int] = {}
         if (i := self.indexing) is not None:
             index = {"index_heads": i.heads, "index_dim": i.dim, "index_topk": i.top_k}
         if (h := self.hybrid) is not None:
-            groups = h.groups // (attention_tp or tp)
+            groups = h.groups // (attn_tp or tp)
             index |= {"window": h.window, "o_groups": groups, "o_lora": h.o_lora}
             index |= {"streams": h.streams}
         return Dims(
@@ -161,7 +161,7 @@ class ModelConfig:
                 **index,
                 "hidden": self.hidden,
                 "layers": self.layers,
-                "heads": self.heads // (attention_tp or tp),
+                "heads": self.heads // (attn_tp or tp),
                 "q_lora": self.q_lora or 0,
                 "kv_lora": self.kv_lora,
                 "qk_nope": self.qk_nope,
@@ -175,17 +175,17 @@ class ModelConfig:
             }
         )
 
-    def check_tp(self, tp: int, attention_tp: int | None = None) -> None:
+    def check_tp(self, tp: int, attn_tp: int | None = None) -> None:
         """Raise ConfigError if the model cannot be cut into `tp` ranks, and its heads by
-        `attention_tp` (default: all).
+        `attn_tp` (default: all).
         """
         shared = self.shared_experts * self.moe_intermediate
         cuts = [
-            ("num_attention_heads", self.heads, attention_tp or tp),
+            ("num_attention_heads", self.heads, attn_tp or tp),
             ("intermediate_size", self.intermediate, tp),
         ]
         if self.hybrid is not None:
-            cuts.append(("o_groups", self.hybrid.groups, attention_tp or tp))
+            cuts.append(("o_groups", self.hybrid.groups, attn_tp or tp))
         if self.experts:
             cuts += [
                 ("moe_intermediate_size", self.moe_intermediate, tp),

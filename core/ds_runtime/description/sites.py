@@ -53,21 +53,21 @@ def model_sites(
     apart: Collection[str] = (),
     adapted: Collection[str] = (),
     verify: Verify = "",
-    attention_tp: int | None = None,
+    attn_tp: int | None = None,
     layers: range | None = None,
     experts: range | None = None,
     alone: bool = False,
 ) -> list[Site]:
     """All sites of the target model on one of `tp` ranks.
 
-    format_of: module of the checkpoint → format that is packed. attention_tp: ranks that divide the
+    format_of: module of the checkpoint → format that is packed. attn_tp: ranks that divide the
     heads of attention (default: all). apart: fusions that are not wanted. adapted: modules of the
     checkpoint that have slots for low-rank adapters; of routed experts all of a layer, or none.
     verify: the phase of decode steps with several tokens per sequence, if there are such steps.
     layers, experts: as in `model_of`. alone: every row attends the cache as a sequence of its own,
     those of prompts and of drafts, too.
     """
-    model, ranks = model_of(config, format_of, layers, experts), Ranks(tp, attention_tp or tp)
+    model, ranks = model_of(config, format_of, layers, experts), Ranks(tp, attn_tp or tp)
     make, sites = _Sites(config, ranks, alone), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
@@ -96,16 +96,16 @@ def nextn_sites(
     tp: int = 1,
     apart: Collection[str] = (),
     verify: Verify = "verify",
-    attention_tp: int | None = None,
+    attn_tp: int | None = None,
     head: str = "",
     alone: bool = False,
 ) -> list[Site]:
     """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
-    attention_tp: ranks that divide the heads of attention (default: all). head: the format of its
+    attn_tp: ranks that divide the heads of attention (default: all). head: the format of its
     copy of the model's head; none: it has no copy. alone: as of the model.
     """
     draft, layer = draft_of(config, nextn.layer, format_of), config.layers
-    make = _Sites(config, Ranks(tp, attention_tp or tp), alone)
+    make = _Sites(config, Ranks(tp, attn_tp or tp), alone)
     sites = [
         Site("rms_norm", layer, "nextn"),
         Site("add_rms_norm", layer, "nextn"),

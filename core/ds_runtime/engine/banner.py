@@ -19,13 +19,13 @@ def banner(assembly: Assembly, runner: Runner) -> str:
     """The start-up text of a loaded engine."""
     device, model, plan = assembly.device, assembly.model, assembly.plan
     memory = assembly.platform.memory(runner.local_rank)
-    config = assembly.config
-    ranks = f", {config.tp} ranks" if config.tp > 1 else ""
-    per_rank = " per rank" if config.tp > 1 else ""
+    config, mesh = assembly.config, assembly.mesh
+    ranks = f", {mesh.size} ranks" if mesh.size > 1 else ""
+    per_rank = " per rank" if mesh.size > 1 else ""
     places = f"{runner.num_pages} pages of {plan.page_size}"
-    if config.attn_dp > 1:
-        each = "ranks" if config.attention_tp == 1 else f"groups of {config.attention_tp} ranks"
-        places = f"{places} on each of {config.attn_dp} {each}"
+    if mesh.attn_dp > 1:
+        each = "ranks" if mesh.attn_tp == 1 else f"groups of {mesh.attn_tp} ranks"
+        places = f"{places} on each of {mesh.attn_dp} {each}"
     lines = [
         f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "

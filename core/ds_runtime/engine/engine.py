@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Engine:
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
-        pools = [_pages(config, runner.memory) for _ in range(config.attn_dp)]
+        pools = [_pages(config, runner.memory) for _ in range(runner.parts.exchange.groups)]
         self.scheduler = Scheduler(limits, pools)
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
@@ -248,7 +249,7 @@ class Engine:
         self.scheduler.close()
         if self.leader is not None:
             self.leader.part()
-            bounded(self.runner.close, PARTING)
+            bounded(partial(self.runner.close, alone=True), PARTING)
 
 
 @dataclass(frozen=True, slots=True)

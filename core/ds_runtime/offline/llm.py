@@ -33,6 +33,7 @@ from ds_runtime.engine.process.launch import RankGroup
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.start import start_engine
 from ds_runtime.engine.process.transport import make_private_folder
+from ds_runtime.engine.process.worker import leave_unless_guarded
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
 from ds_runtime.offline.jobs import PendingCall, Registry
 from ds_runtime.offline.outputs import Completion, PendingChoice, RequestOutput, Usage
@@ -62,6 +63,7 @@ class LLM:
         extra_plugins: Sequence[ModuleType] = (),
         **settings: Any,
     ) -> None:
+        leave_unless_guarded()
         given = {"model": str(model), "platform": platform, "dtype": dtype, **settings}
         config = _config(given)
         if config.replicas > 1:

@@ -104,7 +104,8 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
         try:
             engine.start()
             print(
-                f"{at}: {config.per_node} ranks for node 0 at {config.dist_init_addr}", flush=True
+                f"{at}: {len(engine.group.pids)} ranks for node 0 at {config.dist_init_addr}",
+                flush=True,
             )
             while not engine.group.over.wait(0.25) and not asked.is_set():
                 pass

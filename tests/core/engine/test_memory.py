@@ -12,6 +12,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
 from ds_runtime.ops.contracts.caches import CacheSizes
+from ds_runtime.parallel.mesh import Mesh
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN
@@ -26,6 +27,7 @@ def assembly(max_positions=1000, dims=None, **settings):
         facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {}), graph_capture=False),
         model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None, vocab_size=0),
         cached_layers=3,
+        mesh=Mesh(),
         cache_sizes=CacheSizes(PAGE, 0),
         binding=SimpleNamespace(base=None),
         platform=SimpleNamespace(own_memory=False, kv_share=0.25),

@@ -58,6 +58,19 @@ def test_devices_are_numbered_through_and_groups_by_themselves():
         join(specs(tp=4, dp=1)[3], assembly)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_group_is_left_behind_what_other_ranks_have_run(alone):
+    """They have queued drafts that rank 0 has put off; where they have ended it queues none."""
+    done: list[str] = []
+    runner = object.__new__(Runner)
+    runner._unfinished = SimpleNamespace(arriving=1), lambda: done.append("drafts")
+    runner.rank = 0
+    runner.programs = SimpleNamespace(forget=lambda: done.append("forgets"))
+    runner.world = SimpleNamespace(close=lambda: done.append("leaves"))
+    runner.close(alone)
+    assert done == [*["drafts"] * (not alone), "forgets", "leaves"]
+
+
 def test_a_traceback_is_one_event():
     text = """warning: first
 Traceback (most recent call last):

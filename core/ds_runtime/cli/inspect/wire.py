@@ -12,7 +12,7 @@ _ROWS = (1, 64)  # requests of the steps that are shown, for every group of atte
 
 def said(assembly: Assembly) -> list[str]:
     """Lines on the groups of ranks and what crosses between them; none for one rank."""
-    mesh, facts = Mesh.of(assembly.config), assembly.facts
+    mesh, facts = assembly.mesh, assembly.facts
     if mesh.size == 1:
         return []
     found, rate = Crossing.of(assembly).wire(assembly.model.layers), assembly.device.link_bandwidth

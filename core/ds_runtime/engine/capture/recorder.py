@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 from ds_runtime.errors import DsRuntimeError, KernelError, PluginError
 from ds_runtime.ops.binding.bound import BoundOps
@@ -32,13 +33,18 @@ class Recorder:
 
     A backend that records late runs a phase while it does, and one that it gives up halfway runs
     again as a whole: every phase bears that. Drafts may be others then, and need not be right.
+    Where there are several ranks it is an error: others would wait for its collectives.
     """
 
     def __init__(
-        self, backend: GraphBackend | None, after: int = 0, checking: Checking = nullcontext
+        self,
+        backend: GraphBackend | None,
+        after: int = 0,
+        checking: Checking = nullcontext,
+        ranks: int = 1,
     ) -> None:
         self._backend, self._checking = backend, checking
-        self.after = after
+        self.after, self._ranks = after, ranks
         self._reasons: set[str] = set()
 
     def record(
@@ -50,7 +56,8 @@ class Recorder:
         Raises PluginError, or KernelError, where it cannot be captured.
         """
         if self._backend is not None and self.after:
-            return _Late(phase, self.after, self._capture_late, self._warn)
+            give_up = self._warn if self._ranks == 1 else partial(_refuse, what, remedy)
+            return _Late(phase, self.after, self._capture_late, give_up)
         if not ready:
             self.ready(phase, what, remedy)
         with _refusing(what, remedy):
@@ -91,9 +98,9 @@ class _Late:
         phase: Phase,
         after: int,
         capture: Callable[[Phase], Phase],
-        warn: Callable[[Exception], None],
+        give_up: Callable[[Exception], None],
     ) -> None:
-        self._phase, self._now, self._capture, self._warn = phase, phase, capture, warn
+        self._phase, self._now, self._capture, self._give_up = phase, phase, capture, give_up
         self._left = after
         self.given_up = False
 
@@ -103,13 +110,18 @@ class _Late:
             try:
                 self._now = self._capture(self._phase)
             except Exception as e:
-                self._warn(e)
+                self._give_up(e)
                 self.given_up = True
             else:
                 return  # it has run
         elif self._left > 0:
             self._left -= 1
         self._now()
+
+
+def _refuse(what: str, remedy: str, error: Exception) -> None:
+    with _refusing(what, remedy):
+        raise error
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Programs:
         if not captures:
             return
         backend = platform.graph_backend(local_rank)
-        self._recorder = Recorder(backend, platform.capture_after, checking)
+        self._recorder = Recorder(backend, platform.capture_after, checking, ranks)
         if platform.captures_prefill and not config.disable_prefill_graph and not self.late:
             self.prefill_sizes = prefill_graph_sizes(config)
             self.op_by_op.prefills = PrefillGraphs(

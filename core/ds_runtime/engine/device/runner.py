@@ -130,7 +130,7 @@ class Runner:
             max_sequences=most if alone else self.config.max_running_requests,
             max_pages_per_sequence=self.max_pages,
             page_size=self.config.page_size,
-            heads=self.assembly.model.heads // self.config.attention_tp,
+            heads=self.assembly.model.heads // self.assembly.mesh.attn_tp,
             device=self.device,
             max_queries=1 if alone else self.width,
         )
@@ -161,7 +161,7 @@ class Runner:
         """Tokens that the KV cache holds, in all groups together where each has sequences of its
         own.
         """
-        return self.num_pages * self.config.page_size * self.config.attn_dp
+        return self.num_pages * self.config.page_size * self.assembly.mesh.attn_dp
 
     def _plan_memory(self, before: int) -> KvMemory:
         """The pages that every rank can hold: collective. before: bytes of its device that were
@@ -259,12 +259,13 @@ class Runner:
             self._finish()
         return handle.result()
 
-    def close(self) -> None:
-        """Leave the group of ranks. Captured steps go first: while one could replay a collective,
-        its group does not end.
+    def close(self, alone: bool = False) -> None:
+        """Leave the group of ranks, behind what others have queued. Captured steps go first: while
+        one could replay a collective, its group does not end. alone: the others have been ended.
         """
+        if not alone:
+            self._finish()
         self.programs.forget()
-        self._unfinished = None
         self.world.close()
 
     def warm_up(self) -> None:

@@ -33,10 +33,15 @@ from ds_runtime.engine.process.failure import Reason, leave_reason, reasons
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
-from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
+from ds_runtime.engine.process.worker import NAME, SHOW_THREADS, UNGUARDED, rank_main
 from ds_runtime.parallel.link import Cause, report
+from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line
+_UNGUARDED = (
+    "LLM(tp={size}): the processes of its ranks import the script that makes it, and would make "
+    'more: put what the script does under if __name__ == "__main__":'
+)
 
 Tell = Callable[[RankSpec, str], None]
 """Takes one event of a rank's output: a line, or a traceback with all of its lines."""
@@ -91,7 +96,7 @@ class RankGroup:
         life = None
         if self._own is not None:
             lives[spec.rank], life = context.Pipe(duplex=False)
-        name = f"ds-runtime rank {spec.rank}"
+        name = f"{NAME} {spec.rank}"
         args = spec, theirs, life
         process = context.Process(target=rank_main, args=args, name=name, daemon=True)
         process.start()
@@ -236,9 +241,14 @@ class RankGroup:
         leaving = self._far or self._stopping.is_set()
         for spec, process in zip(self._specs, self._processes, strict=True):
             code = process.exitcode
-            if code is not None and (said := _ended(code, leaving)):
+            error: errors.DsRuntimeError
+            if code == UNGUARDED:
+                error = errors.ConfigError(_UNGUARDED.format(size=spec.size))
+            elif code is not None and (said := _ended(code, leaving)):
                 error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
-                leave_reason(spec.folder, spec.rank, error, 0.0)
+            else:
+                continue
+            leave_reason(spec.folder, spec.rank, error, 0.0)
 
     def _left(self) -> list[Reason]:
         """What ranks have left here, the first cause first."""
@@ -275,8 +285,9 @@ class EngineProcesses:
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
         own = config, tuple(explicit), tuple(plugins), self.folder
-        first = config.node_rank * config.per_node
-        specs = [RankSpec(*own, first + n, replica) for n in range(config.per_node)]
+        mesh = Mesh.of(config)
+        ranks = [rank for rank in range(mesh.size) if mesh.host(rank) == config.node_rank]
+        specs = [RankSpec(*own, rank, replica) for rank in ranks]
         self.group = RankGroup(specs, tell, far=config.node_rank > 0)
 
     def start(self) -> None:

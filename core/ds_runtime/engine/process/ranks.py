@@ -18,7 +18,6 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, EngineDeadError, UnsupportedError
 from ds_runtime.parallel.member import Member
-from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 
 
@@ -34,14 +33,14 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
     if spec.size == 1:
         return World.alone()
     comm = assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
-    if config.attn_dp > 1 and not hasattr(comm, "reduce_scatter"):
+    if spec.mesh.attn_dp > 1 and not hasattr(comm, "reduce_scatter"):
         comm.close()
         raise UnsupportedError(
             f"--enable-dp-attention: the communicator of platform {assembly.platform.name} has no "
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(Mesh.of(config), comm, config.batch_invariant)
+        return World(spec.mesh, comm, config.batch_invariant)
     except BaseException:
         comm.close()
         raise

@@ -17,6 +17,7 @@ from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.link import Hello
 from ds_runtime.parallel.link_end import LinkKeys, is_free, secret
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -38,24 +39,29 @@ class RankSpec:
     replica: int = 0
 
     @property
+    def mesh(self) -> Mesh:
+        """All ranks of the engine."""
+        return Mesh.of(self.config)
+
+    @property
     def size(self) -> int:
-        """Ranks in the group."""
-        return self.config.tp
+        """Ranks in all."""
+        return self.mesh.size
 
     @property
     def local_rank(self) -> int:
         """Of this rank among those of all replicas on this node."""
-        return self.replica * self.config.per_node + self.rank % self.config.per_node
+        return self.replica * self.mesh.per_host + self.rank % self.mesh.per_host
 
     @property
     def local_ranks(self) -> int:
         """Ranks of all replicas on this node."""
-        return self.config.replicas * self.config.per_node
+        return self.config.replicas * self.mesh.per_host
 
     @property
     def nodes(self) -> int:
         """Ranks of each node, where there are several; else 0."""
-        return self.config.per_node if self.config.nnodes > 1 else 0
+        return self.mesh.per_host if self.mesh.hosts > 1 else 0
 
     @property
     def address(self) -> str:

@@ -26,6 +26,19 @@ SHOW_THREADS: int | None = getattr(signal, "SIGUSR1", None)
 """The signal on which a rank writes where each of its threads is; None where there is none."""
 
 
+NAME = "ds-runtime rank"
+"""What the processes of ranks are called, before their number."""
+UNGUARDED = 113
+"""The exit code of one that was to make an engine of its own."""
+
+
+def leave_unless_guarded() -> None:
+    """End a rank's process that imports the user's script, which makes an engine once more."""
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False) and process.name.startswith(NAME):
+        os._exit(UNGUARDED)
+
+
 def rank_main(
     spec: RankSpec, output: Connection | None = None, life: Connection | None = None
 ) -> None:

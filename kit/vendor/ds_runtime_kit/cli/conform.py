@@ -159,14 +159,14 @@ def _line(verdict: Verdict) -> str:
 
 def _ranks(plugins: list[str] | None, args: Namespace) -> int:
     """Group operations; 1 if one of them is wrong."""
-    from ds_runtime_kit.checks import ranks
+    from ds_runtime_kit.ranks import runs
 
     if args.ranks < 2:
         raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
     if args.plugin or args.op or args.kernel or args.check or args.case:
         raise ConfigError("--ranks: asks the platform's communicator alone: name no kernels beside")
-    found = list(ranks.check_ranks(args.platform, plugins, args.ranks))
-    lines = [json.dumps(ranks.as_dict(found), indent=1)] if args.json else ranks.as_lines(found)
+    found = list(runs.check_ranks(args.platform, plugins, args.ranks))
+    lines = [json.dumps(runs.as_dict(found), indent=1)] if args.json else runs.as_lines(found)
     print("\n".join(lines))
     return int(any(one.failure for one in found))
 

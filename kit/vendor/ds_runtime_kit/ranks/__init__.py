@@ -1,0 +1,1 @@
+"""Groups of ranks: what a platform's communicator is asked, in a process for each."""

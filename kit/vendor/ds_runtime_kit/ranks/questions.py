@@ -1,0 +1,200 @@
+"""Operations of groups of ranks, against a plain computation.
+
+Every rank makes the inputs of all, so that each knows what it must get: sums in float64, everything
+else to the bit. A rank may come late, or have nothing to give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ds_runtime.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_runtime.platform.contract import Communicator, Platform
+
+SUMS = ("all_reduce", "reduce_scatter")
+MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
+GROUP_OPS = (*SUMS, *MOVES, "barrier", "gather_objects")
+LATE = 0.05  # seconds
+_SHAPES = ((1, 8), (7, 33), (32, 7168))
+_FLOATS = ("float32", "bfloat16", "float16")
+_BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
+
+
+Key = tuple[str, str, str]  # op, group, case
+
+
+def questions(
+    platform: Platform, everyone: Communicator
+) -> Iterator[tuple[Key, Callable[[], str]]]:
+    """Each with a call that says what is wrong, or ""."""
+    for group, comm in _groups(everyone):
+        for op in GROUP_OPS:
+            for case, run in _cases(platform, comm, op):
+                yield (op, group, case), run
+
+
+def _groups(everyone: Communicator) -> Iterator[tuple[str, Communicator]]:
+    """All ranks, the same once more as a group of its own, and both axes of a mesh of groups."""
+    from ds_runtime.parallel.world import World
+
+    size = everyone.size
+    yield f"all {size}", everyone
+    yield f"all {size}, split", everyone.split([list(range(size))])
+    if size > 2 and size % 2 == 0:
+        world = World(Mesh(size, 2), everyone)
+        yield f"attn_tp {size // 2} of {size}", world.group("attn_tp")
+        yield f"attn_dp 2 of {size}", world.group("attn_dp")
+
+
+def _cases(
+    platform: Platform, comm: Communicator, op: str
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    ends = (0, comm.size - 1)
+    if op in ("barrier", "gather_objects"):
+        for late in (None, *ends):
+            case = "plain" if late is None else f"rank {late} late"
+            yield case, partial(_without_tensor, comm, op, late)
+        return
+    one, shape = partial(_one, platform, comm, op), _SHAPES[1]
+    for dtype in (*_FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
+        for size in _SHAPES:
+            yield f"{dtype} {size}", partial(one, dtype, size)
+    yield "strided", partial(one, "float32", shape, strided=True)
+    for rank in ends:
+        yield f"rank {rank} late", partial(one, "bfloat16", shape, late=rank)
+        yield f"rank {rank} empty", partial(one, "bfloat16", shape, empty=rank)
+    if op != "gather_rows":  # which has one at least
+        yield "no rows", partial(one, "float32", (0, 8))
+
+
+def _without_tensor(comm: Communicator, op: str, late: int | None) -> str:
+    if comm.rank == late:
+        time.sleep(LATE)
+    if op == "gather_objects":
+        want = [{"rank": r, "more": (r, "x")} for r in range(comm.size)]
+        found = comm.gather_objects(want[comm.rank])
+        return "" if found == want else f"{found} instead of {want}"
+    began = time.monotonic()
+    comm.barrier()
+    ended = time.monotonic()
+    others = comm.gather_objects((began, ended))
+    last = max(one for one, _ in others)
+    return "" if ended >= last else f"returned {last - ended:.3f} s before the last rank came"
+
+
+def drawn(
+    platform: Platform, dtype: str, shape: Sequence[int], seed: int, rank: int, here: bool = True
+) -> Tensor:
+    """The same on every rank that makes it; here: on the device."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1000 * seed + rank)
+    kind = getattr(torch, dtype)
+    if kind.is_floating_point:
+        x = torch.randn(tuple(shape), generator=draw).to(kind)
+    else:
+        x = torch.randint(0, 200, tuple(shape), generator=draw).to(kind)
+    return x.to(platform.device(platform.local_rank or 0)) if here else x
+
+
+def _one(
+    platform: Platform,
+    comm: Communicator,
+    op: str,
+    dtype: str,
+    shape: Sequence[int],
+    strided: bool = False,
+    late: int | None = None,
+    empty: int | None = None,
+) -> str:
+    """empty: a rank that has no rows of its own, and fills them with zeros as steps do."""
+    import torch
+
+    whole = (shape[0] * comm.size, *shape[1:]) if op in ("reduce_scatter", "all_to_all") else shape
+    seed = sum(map(ord, op + dtype)) + sum(whole)
+    xs = [drawn(platform, dtype, whole, seed, rank, here=False) for rank in range(comm.size)]
+    if empty is not None:
+        xs[empty] = torch.zeros_like(xs[empty])
+    own = xs[comm.rank].to(platform.device(platform.local_rank or 0))
+    if strided:
+        own = own.T.contiguous().T
+    if comm.rank == late:
+        time.sleep(LATE)
+    said = []
+    for got, want, exact in _run(comm, op, own, xs):
+        found = got.cpu()
+        if found.dtype != xs[0].dtype or found.shape != want.shape:
+            return (
+                f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(want.shape)}"
+            )
+        if exact:
+            said.append("" if torch.equal(found, want) else "other values than were given")
+        else:
+            said.append(_sum_wrong(found, want, xs, dtype))
+    if op == "all_reduce":  # the ranks go on with the same numbers, to the bit
+        digest = hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if len(set(comm.gather_objects(digest))) > 1:
+            said.append("ranks have got different bits")
+    return next(filter(None, said), "")
+
+
+def _run(
+    comm: Communicator, op: str, own: Tensor, xs: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """(what this rank gets, what it should get, whether to the bit)."""
+    import torch
+
+    rank, size = comm.rank, comm.size
+    if op == "all_reduce":
+        yield comm.all_reduce(own.clone()), _sum(xs), False
+    elif op == "reduce_scatter":
+        yield comm.reduce_scatter(own.clone()), _sum(xs).tensor_split(size)[rank], False
+    elif op == "all_gather":
+        yield comm.all_gather(own), torch.cat(list(xs), -1), True
+    elif op == "gather_rows":
+        yield comm.gather_rows(own), torch.cat(list(xs)), True
+    elif op == "all_to_all":
+        parts = [x.tensor_split(size)[rank] for x in xs]
+        yield comm.all_to_all(own), torch.cat(parts), True
+    elif op == "broadcast":
+        for source in range(size):
+            yield comm.broadcast(own.clone(), source), xs[source], True
+    else:
+        yield _passed_on(comm, own), xs[rank - 1], True
+
+
+def _passed_on(comm: Communicator, own: Tensor) -> Tensor:
+    """Around the ring: even ranks send first."""
+    if comm.size == 1:
+        return own
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank % 2 == 0:
+        comm.send(own, after)
+        return comm.receive(own.shape, own.dtype, before)
+    got = comm.receive(own.shape, own.dtype, before)
+    comm.send(own, after)
+    return got
+
+
+def _sum(xs: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack([x.double() for x in xs]).sum(0)
+
+
+def _sum_wrong(found: Tensor, want: Tensor, xs: Sequence[Tensor], dtype: str) -> str:
+    """Every addition may round once: half a unit in the last place of a partial sum."""
+    if not want.numel():
+        return ""
+    most = max(float(sum(x.double().abs().max() for x in xs)), 1e-30)
+    bound = len(xs) * most * 2.0 ** -_BITS[dtype]
+    error = float((found.double() - want).abs().max())
+    return "" if error <= bound else f"off by {error:.3g}, more than {bound:.3g}"
