@@ -54,11 +54,29 @@ def test_the_next_with_the_tag_serves_and_the_plan_says_in_place_of_what(sites):
 
 def test_where_none_is_left_the_error_names_the_op_and_what_to_do(sites):  # noqa: F811
     norms = [site for site in sites if site.op == "rms_norm"]
+    do = "install or build what one of them lacks, or leave --batch-invariant out"
+    at = r"no kernel for rms_norm at layers\.\d\.block: "
     with pytest.raises(
-        UnsupportedError, match=r"no kernel for rms_norm at .*fast\.rms_norm: .*"
-    ) as e:
+        UnsupportedError, match=f"{at}no kernel of rms_norm is batch-invariant; {do}"
+    ):
         bind(norms, kernel("rms_norm", "fast"), base=INVARIANT)
-    assert "install or build what one of them lacks, or leave --batch-invariant out" in str(e.value)
+    lacking = own("rms_norm", refuse=lambda facts: "acme is not installed: pip install acme")
+    said = r"own\.rms_norm: acme is not installed: pip install acme; "
+    with pytest.raises(UnsupportedError, match=at + said + do):
+        bind(norms, kernel("rms_norm", "fast"), lacking, base=INVARIANT)
+
+
+def test_where_no_layout_is_left_the_error_names_what_is_to_be_built():
+    config = EngineConfig(model="demo", batch_invariant=True)
+    fits = "^no KV cache layout fits: "
+    with pytest.raises(
+        UnsupportedError, match=rf"{fits}cpu\.mla_decode_native: native library not"
+    ):
+        assemble(config, device="epyc-9755", without=("native",))
+    with pytest.raises(
+        UnsupportedError, match=f"{fits}no kernel of mha_decode is batch-invariant; "
+    ):
+        assemble(replace(config, platform="cpu", disable_mla=True))
 
 
 def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811

@@ -103,7 +103,8 @@ def test_attention_has_pieces_of_one_size_whatever_the_table_and_the_rows(monkey
     assert not (whole.isnan().any() or torch.equal(whole[3], whole[4]))
 
 
-def test_every_op_of_a_dense_model_has_such_a_kernel():
+def test_every_op_of_a_model_has_such_a_kernel():
     needed = {"embed", "linear", "rms_norm", "add_rms_norm", "mla_absorb", "mla_decode", "experts"}
+    needed |= {"index_prologue", "index_scores", "index_topk", "sparse_decode"}
     needed |= {"mla_prologue", "silu_mul", "router_logits", "route", "sample", "logprobs"}
     assert needed <= {k.op.name for k in (*ALL, *ORDERED) if k.batch_invariant} <= OPS.keys()

@@ -82,13 +82,33 @@ def index_scores(
     q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
 ) -> Tensor:
     """IndexScores: one program per chunk of tokens and block of rows."""
+    each = cdiv(q.shape[0], max(1, page_table.shape[0]))
+    return _scores(q, weights, cache, page_table, owners, lens, each)
+
+
+def index_scores_ordered(
+    q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
+) -> Tensor:
+    """As index_scores, by one configuration: that of a row to a sequence."""
+    return _scores(q, weights, cache, page_table, owners, lens, 1)
+
+
+def _scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    owners: Tensor,
+    lens: Tensor,
+    each: int,
+) -> Tensor:
+    """each: rows of a sequence."""
     (rows, heads, dim), page = q.shape, cache.shape[1]
     width = page_table.shape[1] * page
     out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     if rows:
         fp8 = cache.dtype == torch.uint8
         keys, scales, key_row, scale_page = _parts(cache)
-        each = cdiv(rows, max(1, page_table.shape[0]))
         config = dict(_scores_sizes(str(q.dtype).removeprefix("torch.")).at(each))
         block = config["ROWS"]
         index_scores_kernel[(cdiv(width, config["CHUNK"]), cdiv(rows, block))](

@@ -187,11 +187,11 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("cache_write", "scaled:scaled_cache_write", _scaled_kv, layouts=_SCALED_PAGES),
     _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_kv, layouts=_SCALED_PAGES),
     _offer("cache_move", "scaled:scaled_cache_move", _scaled_kv, layouts=_SCALED_PAGES),
-    _offer("index_prologue", "index:index_prologue", _index),
+    _own("index_prologue", "index:index_prologue", _index),
     _offer(
         "index_scores", "index:index_scores", _index_sums, _index, variant="index:scores_variant"
     ),
-    _offer(
+    _own(
         "index_topk",
         "index:index_topk",
         footprint=Footprint(workspace=held.index_topk),
@@ -304,7 +304,12 @@ SMALL: tuple[Kernel, ...] = (
 )
 ALL = ATTENTION + MOE + LINEAR + TOPK + SMALL
 # Beside these where rows must have bits of their own: functions that see no facts.
-ORDERED: tuple[Kernel, ...] = (_own("router_logits", "router:router_logits_ordered"),)
+ORDERED: tuple[Kernel, ...] = (
+    _own("router_logits", "router:router_logits_ordered"),
+    _own("index_scores", "index:index_scores_ordered", _index_sums, _index),
+    _own("sparse_decode", "sparse:sparse_mla_ordered", _latent),
+    _own("sparse_decode", "sparse:scaled_sparse_mla_ordered", _scaled, layouts=_SCALED_PAGES),
+)
 
 
 def offers(facts: Facts) -> tuple[Kernel, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from math import e, log2
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import Facts
@@ -16,6 +17,8 @@ from ds_runtime_triton.machine import architecture, cores
 from ds_runtime_triton.mla import combine
 from ds_runtime_triton.scaled import Scaled
 from ds_runtime_triton.workspace import SPLITS
+
+_TOGETHER = 64  # rows of a launch, where each must have bits of its own
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
@@ -53,6 +56,40 @@ def scaled_sparse_mla(
     """SparseMla over latent_fp8_groups."""
     held = Scaled.of(cache, kv_lora)
     return _attend(q, held.parts, held.strides, cache, slots, kv_lora, scale, "grouped")
+
+
+def sparse_mla_ordered(
+    q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
+) -> Tensor:
+    """As sparse_mla, each row in one order."""
+    return _in_order(sparse_mla, q, cache, slots, kv_lora, scale)
+
+
+def scaled_sparse_mla_ordered(
+    q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
+) -> Tensor:
+    """As scaled_sparse_mla, each row in one order."""
+    return _in_order(scaled_sparse_mla, q, cache, slots, kv_lora, scale)
+
+
+def _in_order(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    kv_lora: int,
+    scale: float,
+) -> Tensor:
+    """Rows in launches of _TOGETHER, the last one filled up: how slots are split, and by what
+    configuration, follows from rows and heads."""
+    rows = q.shape[0]
+    filled = cdiv(rows, _TOGETHER) * _TOGETHER - rows
+    if filled:
+        q, slots = F.pad(q, (0, 0, 0, 0, 0, filled)), F.pad(slots, (0, 0, 0, filled), value=-1)
+    starts = range(0, rows, _TOGETHER)
+    parts = [slice(first, first + _TOGETHER) for first in starts]
+    made = [attend(q[part], cache, slots[part], kv_lora, scale) for part in parts]
+    return torch.cat(made)[:rows] if made else q.new_empty(0, q.shape[1], kv_lora)
 
 
 def _attend(

@@ -47,6 +47,7 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
     """Every reason why this kernel cannot serve here: what it does not declare, its gates, and
     the cache layout `tag` that others agree on."""
     op = kernel.op
+    yield from invariant.refusals(kernel, facts)
     if kernel.contract not in op.served:
         has = " and ".join(map(str, op.served))
         yield f"written for contract {kernel.contract} of {op.name}, this runtime has {has}"
@@ -57,7 +58,6 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield f"does not serve the {facts.phase} phase"
     if facts.deterministic and not kernel.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
-    yield from invariant.refusals(kernel, facts)
     if kernel.footprint.beside and op.name in facts.crowded:
         share = f"{kernel.footprint.beside:.0%}"
         yield f"holds {share} of the weight beside, for which memory has no room"
@@ -141,7 +141,7 @@ class Binder:
                 else:
                     why.append(f"{tag}: not every cache op has a kernel for it")
         what = {KV: "KV"}.get(group, group)
-        why += [invariant.NONE_LEFT] if self.base.batch_invariant else []
+        why = invariant.left(first.op, why) if self.base.batch_invariant else why
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
     def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
@@ -274,7 +274,7 @@ class Binder:
             if pin:
                 raise ConfigError(f"{pin}: refused for {op.name} at {site.path}: {said}")
             if facts.own_bits:
-                said += f"; {invariant.NONE_LEFT}"
+                said = "; ".join(invariant.left(op.name, said.split("; ")))
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], note_of(accepted[0])
         if facts.own_bits:

@@ -21,6 +21,12 @@ def refusals(kernel: Kernel, facts: Facts) -> Iterator[str]:
             yield NO_SHARE
 
 
+def left(op: str, said: Sequence[str]) -> list[str]:
+    """What is said where no kernel of an op is: "kernel: why" of those that only lack something."""
+    lacking = [why for why in said if not why.endswith(NO_BITS)]
+    return [*(lacking or [f"no kernel of {op} is batch-invariant"]), NONE_LEFT]
+
+
 def alone(said: Iterable[str]) -> bool:
     """Whether a kernel is left out by these of its refusals, and nothing else."""
     why = {*said}
