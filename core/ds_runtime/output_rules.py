@@ -18,6 +18,8 @@ MAX_RULE = 1 << 18  # characters of one rule, as JSON
 MAX_CHOICES = 1024
 TOOL_FORMATS = ("deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4")
 REASONING = ("none", "optional", "open")
+BUDGET_FIELD = "thinking_token_budget"
+MAX_BUDGET = 1 << 24  # tokens
 
 
 class ToolSchema(msgspec.Struct, frozen=True):
@@ -40,7 +42,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rule that the generated text keeps to; set exactly one of the first five fields, or
-    json_schema and tool_calls for either.
+    json_schema and tool_calls for either, or thinking_budget, alone or beside them.
 
     json_schema: a schema, as an object, boolean or JSON text ({"type": "object"} is "any JSON
     object"). regex: in Rust's syntax, matched as a whole, with
@@ -48,7 +50,8 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Lark (`start: …`) grammar. choice: one of these strings. tool_calls: calls, and nothing else.
 
     reasoning: "none"; "optional": a `<think> … </think>` span may come first; "open": the prompt
-    has opened the span. The rule begins behind it. `field`: what errors name.
+    has opened the span. The rule begins behind it. thinking_budget: tokens that the span may have,
+    before it is closed; None: any number. `field`: what errors name.
 
     Raises RequestError for no rule, two rules, or one of a wrong form.
     """
@@ -59,11 +62,13 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     choice: tuple[str, ...] = ()
     tool_calls: ToolRules | None = None
     reasoning: str = "none"
+    thinking_budget: int | None = None
     field: str = ""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, ())]
-        if len(given) != 1 and given != ["json_schema", "tool_calls"]:
+        alone = not given and self.thinking_budget is not None
+        if len(given) != 1 and given != ["json_schema", "tool_calls"] and not alone:
             said = " and ".join(given) or "nothing"
             raise RequestError(
                 f"the output's rules hold {said}: give exactly one of {', '.join(_KINDS)}",
@@ -73,6 +78,8 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             raise RequestError.of(
                 "reasoning", f" is {shown(self.reasoning)}: must be {', '.join(REASONING)}"
             )
+        if self.thinking_budget is not None:
+            check_budget(self.thinking_budget, self.budget_param)
         for name in given:
             _FORMS[name](
                 getattr(self, name), self.tools_param if name == "tool_calls" else self.param
@@ -91,12 +98,18 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def kind(self) -> str:
         """The name of the field that is set."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, ()))
+        kinds = (name for name in _KINDS if getattr(self, name) not in (None, ()))
+        return next(kinds, "thinking_budget")
 
     @property
     def param(self) -> str:
         """The field that errors name."""
         return self.field or self.kind
+
+    @property
+    def budget_param(self) -> str:
+        """The field that errors name for the budget."""
+        return self.param if self.kind == "thinking_budget" else BUDGET_FIELD
 
     @property
     def tools_param(self) -> str:
@@ -111,7 +124,18 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             tools = tuple(ToolSchema(tool.name, tool.parameters) for tool in calls.tools)
             calls = replace(calls, tools=tools)
         value = (None if self.kind == "tool_calls" else getattr(self, self.kind), calls)
-        return f"{self.kind} {self.reasoning} {msgspec.json.encode(value).decode()}"
+        span = f"{self.reasoning} {self.thinking_budget}"
+        return f"{self.kind} {span} {msgspec.json.encode(value).decode()}"
+
+
+def check_budget(budget: Any, param: str) -> None:
+    """RequestError for what is no number of tokens that reasoning may have."""
+    if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_BUDGET:
+        raise RequestError.of(
+            param,
+            f" is {shown(budget)}: a number of tokens from 0 to {MAX_BUDGET} is needed, "
+            "or none for no limit",
+        )
 
 
 def _check_schema(schema: Any, param: str) -> None:

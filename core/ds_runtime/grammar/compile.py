@@ -70,8 +70,9 @@ class Compiler:
         if matcher.is_error():
             raise self._fault(rules, matcher.get_error())
         # Reasoning that may come first says nothing about what is to come behind it.
-        alone = rules.reasoning == "none"
-        answer = matcher if alone else self._make(replace(rules, reasoning="none"))
+        alone = rules.reasoning == "none" or rules.kind == "thinking_budget"
+        plain = replace(rules, reasoning="none", thinking_budget=None) if not alone else rules
+        answer = matcher if alone else self._make(plain)
         mask = self._first(rules, answer)
         return Start(matcher, mask if alone else self._first(rules, matcher))
 
@@ -110,7 +111,7 @@ class Compiler:
     def _locate(self, rules: OutputRules, said: str) -> tuple[str, str] | None:
         """(path, message) of the innermost subschema that fails on its own as well; None where the
         whole schema does not, but something beside it."""
-        plain = replace(rules, reasoning="none", tool_calls=None)
+        plain = replace(rules, reasoning="none", thinking_budget=None, tool_calls=None)
         if rules.tool_calls is not None:
             whole = self._make(plain)
             if not whole.is_error():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ class Source:
 
     def grammar(self, rules: OutputRules) -> str:
         """The grammar of `rules`. Raises RequestError where llguidance's translators do."""
+        if rules.kind == "thinking_budget":
+            return json.dumps({"grammars": [{"lark_grammar": self._bounded(rules)}]})
         parts = [{"name": "answer", **self._answer(rules)}]
         if rules.kind != "tool_calls" and rules.tool_calls is not None:
             parts.append({"name": "calls", "lark_grammar": self._calls(rules.tool_calls)})
@@ -43,8 +45,31 @@ class Source:
             "optional": f"({self.literal(OPEN)} thought)?",
         }[rules.reasoning]
         answers = " | ".join(f"@{part['name']}" for part in parts)
-        lark = f"start: {thought} ({answers})\nthought: {self._upto(CLOSE)}\n{self._texts()}"
+        upto = self._upto(CLOSE)
+        if rules.thinking_budget is not None:
+            upto = self._at_most(rules, sorted(self._added.values()))
+        lark = f"start: {thought} ({answers})\nthought: {upto}\n{self._texts()}"
         return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *parts]})
+
+    def _bounded(self, rules: OutputRules) -> str:
+        """Anything, behind a thought that ends in time."""
+        thought = self._at_most(rules, [self._added.get(CLOSE, 0)])
+        opens = f"<[{self._added[OPEN]}]>"
+        first = f"{opens}? thought" if rules.reasoning == "open" else f"({opens} thought)?"
+        rest = "<[*]>*" if rules.reasoning == "open" else f"(<[^{self._added[OPEN]}]> <[*]>*)?"
+        return f"start: {first} {rest}\nthought: {thought}\n"
+
+    def _at_most(self, rules: OutputRules, never: Sequence[int]) -> str:
+        """A thought of as many tokens as the budget has, none of them among `never`."""
+        if OPEN not in self._added or CLOSE not in self._added:
+            raise RequestError.of(
+                rules.budget_param,
+                f" is {rules.thinking_budget}, but this model has no tokens {OPEN} and {CLOSE} "
+                "that its thinking could be counted between: leave it out",
+            )
+        token = f"<[^{','.join(map(str, never))}]>"
+        tokens = f"{token}{{0,{rules.thinking_budget}}} " if rules.thinking_budget else ""
+        return f"{tokens}<[{self._added[CLOSE]}]>"
 
     def _answer(self, rules: OutputRules) -> dict[str, Any]:
         if rules.kind == "json_schema":

@@ -12,6 +12,7 @@ from ds_runtime.server.generate.messages import Plain, check_tools, plain_messag
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.generate.rules import asked_format
 from ds_runtime.server.generate.sampling import check_ids, check_length, check_room
+from ds_runtime.text.formats.dsml_v4 import check_effort
 from ds_runtime.text.formats.template import Template
 from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
 from ds_runtime.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ def chat_prompt(
     kwargs = dict(request.chat_template_kwargs or {})
     tools = request.tools
     if isinstance(request, ChatRequest):
+        check_effort(request.reasoning_effort)
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if request.thinking is not None:
@@ -63,6 +65,9 @@ def chat_prompt(
             raise RequestError.of(field, f" is {shown(kwargs[name])}: must be true or false")
         if name in kwargs:  # templates read the one or the other
             kwargs.setdefault(other, kwargs[name])
+    if (effort := kwargs.get("reasoning_effort")) is not None:
+        for name in ("thinking", "enable_thinking"):
+            kwargs.setdefault(name, effort != "none")
     check_tools(tools or ())
     if isinstance(request, ChatRequest) and request.continue_final_message:
         text = _continued(request, template, messages, tools, kwargs)

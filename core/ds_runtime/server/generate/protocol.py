@@ -134,6 +134,7 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Any = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
+    thinking_token_budget: int | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None

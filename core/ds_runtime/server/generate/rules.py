@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_runtime.errors import FieldPath, RequestError, shown
-from ds_runtime.output_rules import TOOL_FORMATS, OutputRules, ToolRules, ToolSchema
+from ds_runtime.output_rules import (
+    BUDGET_FIELD,
+    TOOL_FORMATS,
+    OutputRules,
+    ToolRules,
+    ToolSchema,
+    check_budget,
+)
 from ds_runtime.server.generate.protocol import ChatRequest, OpenAIRequest, Sampling
 from ds_runtime.server.protocols.fields import NOTHING, is_neutral
 from ds_runtime.text.parsers.reasoning import opening
@@ -37,7 +44,7 @@ def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules 
 
     With tool_choice "auto" the answer may be a call instead of what response_format says; where a
     call is demanded, there is no answer that response_format could rule.
-    Reasoning comes first where `prompt` or the model opens it.
+    Reasoning comes first where `prompt` or the model opens it, within its budget.
     """
     plain, calls = plain_rules(body), _calls(body, parsers)
     demanded = calls is not None and body.tool_choice not in (None, "auto")
@@ -50,16 +57,27 @@ def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules 
             FieldPath.of(plain.param),
             " an answer: send one of them",
         )
+    budget = body.thinking_token_budget
+    budget = None if budget == -1 else budget
+    if budget is not None:
+        check_budget(budget, BUDGET_FIELD)
+    first = opening(parsers.reasoning or "deepseek-v3", prompt)
     if plain is None and not demanded:
-        return None
-    first = "none" if parsers.reasoning is None else opening(parsers.reasoning, prompt)
+        if budget is None or first == "none":
+            return None
+        return OutputRules(reasoning=first, thinking_budget=budget, field=BUDGET_FIELD)
+    first = "none" if parsers.reasoning is None else first
     if first == "optional" and (body.separate_reasoning is False or _thinks_not(body)):
         first = "none"  # it would stand in the answer, or was not wished
+    span: dict[str, Any] = {
+        "reasoning": first,
+        "thinking_budget": None if first == "none" else budget,
+    }
     if plain is None:
-        return OutputRules(tool_calls=calls, reasoning=first, field="tools")
+        return OutputRules(tool_calls=calls, **span, field="tools")
     also = calls if plain.json_schema is not None else None
     kept = {name: getattr(plain, name) for name in plain.__struct_fields__}
-    return OutputRules(**kept | {"reasoning": first, "tool_calls": also})
+    return OutputRules(**kept | span | {"tool_calls": also})
 
 
 def _thinks_not(body: ChatRequest) -> bool:
@@ -67,7 +85,9 @@ def _thinks_not(body: ChatRequest) -> bool:
     asked = body.chat_template_kwargs or {}
     if (said := asked.get("thinking", asked.get("enable_thinking"))) is not None:
         return said is False
-    return body.thinking is not None and body.thinking.type == "disabled"
+    if body.thinking is not None:
+        return body.thinking.type == "disabled"
+    return asked.get("reasoning_effort", body.reasoning_effort) == "none"
 
 
 def asked_format(body: ChatRequest) -> dict[str, Any]:

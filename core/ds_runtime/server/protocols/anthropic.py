@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ds_runtime.errors import shown
+from ds_runtime.output_rules import check_budget
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.generate.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.generate.protocol import (
@@ -41,6 +42,7 @@ _FIELDS: dict[Pattern, Pattern] = {
     ("response_format", "json_schema"): ("output_config", "format"),
     ("response_format",): ("output_config", "format"),
     ("reasoning_effort",): ("output_config", "effort"),
+    ("thinking_token_budget",): ("thinking", "budget_tokens"),
     ("tools", int, "function", "parameters"): ("tools", int, "input_schema"),
     ("tools", int, "function"): ("tools", int),
     ("continue_final_message",): ("messages",),
@@ -262,7 +264,8 @@ def _tools(body: CountRequest) -> Json:
 
 
 def _thinking(body: CountRequest) -> Json:
-    """Whether the model is to think; its reasoning is part of the answer only then."""
+    """Whether the model is to think, and how long; its reasoning is part of the answer only
+    then."""
     thinking, asked = body.thinking or {}, body.chat_template_kwargs or {}
     only(thinking, "thinking", ("type", "budget_tokens", "display", "block_binding"))
     kind = thinking.get("type")
@@ -271,7 +274,14 @@ def _thinking(body: CountRequest) -> Json:
     enabled = kind in ("enabled", "adaptive")
     told = enabled or True in (asked.get("thinking"), asked.get("enable_thinking"))
     kind = "enabled" if enabled else "disabled"
-    return {"thinking": {"type": kind}, "include_reasoning": told}
+    budget = thinking.get("budget_tokens")
+    if budget is not None:
+        check_budget(budget, "thinking.budget_tokens")
+    return {
+        "thinking": {"type": kind},
+        "include_reasoning": told,
+        "thinking_token_budget": budget if enabled else None,
+    }
 
 
 def _output(config: Json | None) -> Json:

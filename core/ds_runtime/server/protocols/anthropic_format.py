@@ -154,9 +154,11 @@ def _stop(choice: Choice) -> Json:
 def _usage(run: Run) -> Json:
     usage = run.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
+    details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
         "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts cached ones apart
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]},
     }

@@ -66,6 +66,7 @@ class ResponsesRequest(Body):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     top_k: int | None = None
@@ -164,6 +165,7 @@ _SAME = (
     "stop",
     "seed",
     "parallel_tool_calls",
+    "thinking_token_budget",
     "priority",
     "cache_salt",
 )

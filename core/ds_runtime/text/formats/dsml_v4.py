@@ -76,7 +76,7 @@ _ONLY_JSON = (
     "Reply with JSON object ONLY."
 )
 _EFFORTS = {
-    "none": "",
+    "none": _HIGH,  # of who thinks all the same
     "minimal": "",
     "low": "",
     "medium": _HIGH,
@@ -85,6 +85,14 @@ _EFFORTS = {
     "ultra": _MAX,
     "max": _MAX,
 }
+
+
+def check_effort(effort: Any) -> None:
+    """RequestError unless it is None, or an effort that is known to any model."""
+    if effort is not None and (not isinstance(effort, str) or effort not in _EFFORTS):
+        raise RequestError.of(
+            "reasoning_effort", f" is {shown(effort)}: must be one of {', '.join(_EFFORTS)}"
+        )
 
 
 class V4Encoding:
@@ -106,16 +114,16 @@ class V4Encoding:
     ) -> str:
         """The prompt's text. RequestError names the keyword that cannot be encoded."""
         settings = kwargs or {}
-        effort = settings.get("reasoning_effort")
-        effort = "high" if effort is None else effort
-        if effort not in _EFFORTS:
-            raise RequestError.of(
-                "reasoning_effort", f" is {shown(effort)}: must be one of {', '.join(_EFFORTS)}"
-            )
-        thinks = settings.get("thinking", True) is not False and effort != "none"
+        effort, thinks = settings.get("reasoning_effort"), settings.get("thinking")
+        check_effort(effort)
+        thinks = effort != "none" if thinks is None else thinks
         keeps = bool(tools) or not settings.get("drop_thinking", True)
         turns = list(_turns(messages))
-        out = [BOS, _EFFORTS[effort] if thinks else "", _system(messages, tools, settings)]
+        out = [
+            BOS,
+            _EFFORTS[effort or "high"] if thinks else "",
+            _system(messages, tools, settings),
+        ]
         for i, turn in enumerate(turns):
             if isinstance(turn, str):
                 out += ("<｜User｜>", turn)
