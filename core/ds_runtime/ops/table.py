@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn
 
-from ds_runtime.ops.contracts import activation, linear, lora, moe, norm, sampling
+from ds_runtime.ops.contracts import activation, limited, linear, lora, moe, norm, sampling, streams
 from ds_runtime.ops.contracts.attention import (
     cache,
     decode,
@@ -15,6 +15,7 @@ from ds_runtime.ops.contracts.attention import (
     prefill,
     rope,
     sparse,
+    window,
 )
 from ds_runtime.ops.declare import Area, Op, Results
 
@@ -45,8 +46,11 @@ class Ops(
     index_keys.IndexKeyOps,
     index.IndexOps,
     sparse.SparseOps,
+    window.WindowOps,
     activation.ActivationOps,
     moe.ExpertOps,
+    limited.LimitedOps,
+    streams.StreamOps,
     sampling.SamplingOps,
 ):
     """One site's view: every op that it may call, as a field. Frozen after binding."""

@@ -27,6 +27,7 @@ DIMS = Dims(
 # Of the weight, where a gate looks at it; formats are those that any kernel of the op declares.
 SHAPES = {"linear": (7168, 2048), "mla_absorb": (4096, 512), "experts": (256, 256, 7168)}
 SHAPES["mla_inputs"] = (2112, 7168)
+SHAPES |= {"experts_limited": SHAPES["experts"], "grouped_linear": (1024, 4096)}
 PAGE_SIZE = 64
 
 

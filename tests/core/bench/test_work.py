@@ -43,11 +43,12 @@ def work(op, tokens, method="", context=0, shape=(), dtype="float32", kv_dtype="
 
 def test_every_op_has_its_work():
     every = {**FACTS.dims, "hidden": 64, "q_lora": 32, "experts": 8, "top_k": 2}
+    every |= {"streams": 4, "window": 3, "o_groups": 2}
     facts = Facts(DEVICE, Dims(every), "bfloat16", "bfloat16", shape=(8, 16))
     layouts = {"": LATENT_PAGES, "kv": LATENT_PAGES, "index": INDEX_PAGES}
     said = {"width": 128, "context": 9, "vocab": 50, "routing": Routing(2, 8)}
     for name, op in OPS.items():
-        here = replace(facts, shape=(9, 8, 16) if name == "experts" else facts.shape)
+        here = replace(facts, shape=(9, 8, 16) if "experts" in name else facts.shape)
         place = TrueInputs(facts=here, layout=layouts[op.layout], device=CPU, **said)
         for method, (inputs, of) in op.cost.calls.items():
             found = [of(place, tokens) for tokens in (1, 5)]

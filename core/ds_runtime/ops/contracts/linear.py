@@ -48,6 +48,21 @@ class Linear(Protocol):
     def apply(self, x: Tensor, packed: Packed) -> Tensor: ...
 
 
+class GroupedLinear(Protocol):
+    """Each group of columns times rows of its own: y[:, g] = x[:, g] · W[g]ᵀ.
+
+    `pack(weight, facts)`: as in Linear, a weight [groups · out, in], the rows of each group below
+    those of the one in front. `apply(x, packed)`: x [tokens, groups, in] in facts.dtype, last dim
+    contiguous; returns a new contiguous [tokens, groups · out] in x.dtype, accumulated in fp32.
+    tokens == 0 is legal. `apply` raises TypeError for another kernel's Packed. Formats as in
+    Linear.
+    """
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed: ...
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor: ...
+
+
 class Groups(NamedTuple):
     """How activations are quantised: `size` and `ue8m0` are QuantizeGroup's group and ue8m0."""
 
@@ -222,6 +237,30 @@ def linear_samples(facts: Facts) -> Iterator[Case]:
         yield _linear_case(label, facts, weight, *inputs, make.inside(awkward))
 
 
+def grouped_linear_samples(facts: Facts) -> Iterator[Case]:
+    """Dense and quantised weights; groups that end within a block of scales."""
+    for groups, out, n, fmt in (
+        (1, 3, 5, "dense"),
+        (4, 32, 48, "dense"),
+        (2, 128, 256, "fp8_block"),
+        (3, 72, 130, "fp8_block"),
+        (2, 33, 96, "int8_channel"),
+        (2, 64, 96, "mxfp4"),
+    ):
+        make = cases.Maker(facts, label := f"{fmt} {groups} groups {out}x{n}")
+        weight = make.weight(groups * out, n, fmt)
+        inputs = [make.normal(tokens, groups, n) for tokens in (0, 1, 6)]
+        inputs.append(make.inside(make.normal(5, groups, n), 8, 8))
+        own = cases.site(facts, weight)
+        foreign = held.Packed("nobody.nothing", weight.shape, {}, 0)
+        calls = (
+            cases.Call((weight, own), method="pack", save="packed"),
+            *(cases.Call((x, cases.Saved("packed")), method="apply") for x in inputs),
+            cases.Call((inputs[-1], foreign), method="apply", raises=TypeError),
+        )
+        yield cases.Case(label, own, calls)
+
+
 def embed_samples(facts: Facts) -> Iterator[Case]:
     """Shards of a vocabulary: ids before, inside and after it."""
     for tokens, start in ((0, 0), (1, 0), (9, 0), (40, 32)):
@@ -282,6 +321,18 @@ def _linear(s: Sizes, tokens: int) -> OpWork:
     return product(s, rows, cols, tokens)
 
 
+def _grouped_rows(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
+    groups = p.facts.dims["o_groups"]
+    return (p.normal(tokens, groups, p.facts.shape[1]),)
+
+
+def _grouped(s: Sizes, tokens: int) -> OpWork:
+    """A row of the weight meets the columns of its group alone."""
+    rows, cols = s.facts.shape
+    one = product(s, rows, cols, tokens)
+    return one + OpWork(reads=(s.facts.dims["o_groups"] - 1) * tokens * cols * s.item)
+
+
 def _rounded(s: Sizes, tokens: int) -> OpWork:
     return OpWork(flops=3.0 * tokens * s.facts.dims["hidden"])
 
@@ -320,6 +371,16 @@ class MatrixOps(Area):
         beside=(f"{__name__}:QuantizedLinear", f"{__name__}:Float32Linear"),
         cost=Cost({"apply": (_rows, _linear)}, step=("apply",)),
         summary="dense projection, packed once",
+    )
+    grouped_linear: GroupedLinear = op(
+        reference=f"{_REF}:ReferenceGroupedLinear",
+        tolerance={"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3} | _COARSE,
+        results={"apply": lambda f, x, *_: of_weight(f, x, name_of(x))},
+        rows={"apply": (0,)},
+        contiguous=True,
+        heavy=True,
+        cost=Cost({"apply": (_grouped_rows, _grouped)}, step=("apply",)),
+        summary="each group of columns times rows of its own, packed once",
     )
     quantize_group: QuantizeGroup = op(
         reference=f"{_REF}:quantize_group",

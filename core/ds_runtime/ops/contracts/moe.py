@@ -193,7 +193,7 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
         yield _experts_case(cases.Maker(facts, label), label, (3, 256, 256), fmt)
 
 
-def _routed(logits: Tensor, routing: Routing) -> tuple[Form, Form]:
+def routed(logits: Tensor, routing: Routing) -> tuple[Form, Form]:
     shape = logits.shape[0], routing.top_k + routing.shared
     return (shape, "float32"), (shape, "int32")
 
@@ -262,7 +262,7 @@ def _slots(s: Sizes) -> tuple[int, int]:
     return shared, s.facts.dims["top_k"] + shared
 
 
-def _routed_tokens(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
+def routed_tokens(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     """Distinct experts for each token, all as likely, and the slots of shared ones."""
     (count, _, hidden), (shared, top_k) = p.facts.shape, _slots(p)
 
@@ -287,7 +287,7 @@ def _router_logits(s: Sizes, tokens: int) -> OpWork:
     )
 
 
-def _experts(s: Sizes, tokens: int) -> OpWork:
+def experts_work(s: Sizes, tokens: int) -> OpWork:
     """Of as many experts as even routing reaches."""
     (_, inter, hidden), (shared, top_k) = s.facts.shape, _slots(s)
     routed, dtype = s.facts.dims["experts"], s.facts.dtype
@@ -302,7 +302,7 @@ def _experts(s: Sizes, tokens: int) -> OpWork:
     )
 
 
-def _scored(s: Sizes, tokens: int) -> OpWork:
+def scored(s: Sizes, tokens: int) -> OpWork:
     return OpWork(flops=4.0 * tokens * s.facts.dims["experts"])
 
 
@@ -320,11 +320,11 @@ class ExpertOps(Area):
     route: Route = op(
         reference=f"{_REF}:route",
         tolerance={"float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5},
-        results={"": lambda f, logits, bias, routing: _routed(logits, routing)},
+        results={"": lambda f, logits, bias, routing: routed(logits, routing)},
         rows={"": (0,)},
         judge=_judge_route,
         compiles=True,
-        cost=Cost({"": (_logits, _scored)}, size=by_choice, float32=True),
+        cost=Cost({"": (_logits, scored)}, size=by_choice, float32=True),
         summary="grouped top-k expert choice",
     )
     experts: Experts = op(
@@ -335,6 +335,6 @@ class ExpertOps(Area):
         contiguous=True,
         heavy=True,
         waits=True,
-        cost=Cost({"apply": (_routed_tokens, _experts)}, step=("apply",)),
+        cost=Cost({"apply": (routed_tokens, experts_work)}, step=("apply",)),
         summary="routed experts, packed once",
     )

@@ -119,7 +119,7 @@ def index_scores(
             continue
         seen = int(lens[first : first + count].max())
         keys = read_keys(cache, pages, seen).to(compute)
-        step = max(1, _ELEMENTS // (heads * seen))
+        step = max(1, _ELEMENTS // max(1, heads * seen))
         for start in range(first, first + count, step):
             some = slice(start, min(start + step, first + count))
             dots = torch.relu(q[some].to(compute) @ keys.T)  # [rows, heads, seen]

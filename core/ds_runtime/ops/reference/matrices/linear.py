@@ -65,6 +65,25 @@ class ReferenceLinear:
         return y if out is None else out.copy_(y)
 
 
+class ReferenceGroupedLinear:
+    """Reference of GroupedLinear: weights dequantised to the compute dtype."""
+
+    tag = "reference.grouped_linear"
+
+    def __init__(self, facts: Facts) -> None:
+        self.dtype = torch_dtype(facts.dtype)
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        values = weight.dequantise(self.dtype)
+        held = {"weight": values}
+        return Packed(self.tag, weight.shape, held, values.nbytes, _restore_weight)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        weight = packed.tensors["weight"].unflatten(0, (x.shape[1], -1))
+        return torch.einsum("tgk,grk->tgr", x, weight).flatten(1).contiguous()
+
+
 @cache
 def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's matmul of this dtype has float32 results on such a device."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,10 @@ def scores_and_choice(
 ) -> tuple[Tensor, Tensor]:
     """(s, c) of the contract: what weighs and what chooses, both [tokens, experts]."""
     values = logits.to(wide(logits.dtype))
-    scores = values.softmax(-1) if routing.scoring == "softmax" else values.sigmoid()
+    if routing.scoring == "sqrtsoftplus":
+        scores = F.softplus(values).sqrt()
+    else:
+        scores = values.softmax(-1) if routing.scoring == "softmax" else values.sigmoid()
     if routing.method == "noaux_tc" and bias is not None:
         return scores, scores + bias.to(scores.dtype)
     return scores, scores
@@ -100,12 +105,23 @@ class ReferenceExperts:
         )
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        return self.summed(x, weights, ids, packed, silu_mul)
+
+    def summed(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        packed: Packed,
+        activation: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Σ over the chosen experts, with this between their products."""
         packed.expect(self.tag)
         gate_up, down = packed.tensors["gate_up"], packed.tensors["down"]
         out = torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
         for e in torch.unique(ids).tolist():
             tokens, place = (ids == e).nonzero(as_tuple=True)
-            y = F.linear(silu_mul(F.linear(x[tokens], gate_up[e])), down[e])
+            y = F.linear(activation(F.linear(x[tokens], gate_up[e])), down[e])
             out[tokens] += y.to(out.dtype) * weights[tokens, place, None].to(out.dtype)
         return out.to(x.dtype)
 
