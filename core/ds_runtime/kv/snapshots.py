@@ -35,6 +35,7 @@ class Snapshots:
         self._every = -(-TOKENS // page_size) * page_size
         self._kept: dict[Node, int] = {}  # those used last come last
         self._copies: list[tuple[int, int]] = []
+        self._pinned: dict[Node, int] = {}  # how many outside read the block of it
 
     # ---- the prefix cache's side ----
 
@@ -54,7 +55,42 @@ class Snapshots:
     def lose(self, node: Node) -> None:
         """The node leaves, or nothing goes on from it."""
         if (block := self._kept.pop(node, -1)) >= 0:
-            self._give(block)
+            self.give(block)
+
+    # ---- those outside, which read or bring a node's ----
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._kept
+
+    def block(self, node: Node) -> int:
+        """That of a node, −1 if it has none."""
+        return self._kept.get(node, -1)
+
+    def pin(self, node: Node) -> int:
+        """Its block, which no other gets until `unpin`."""
+        self._pinned[node] = self._pinned.get(node, 0) + 1
+        return self._use(node)
+
+    def unpin(self, node: Node) -> None:
+        """One reader less."""
+        self._pinned[node] -= 1
+        if not self._pinned[node]:
+            del self._pinned[node]
+
+    def reserve(self) -> int:
+        """A block for one that comes, −1 if others have all: then `adopt` it, or `give` it."""
+        return self._take()
+
+    def adopt(self, node: Node, block: int) -> None:
+        """It has what stands for this node."""
+        if node in self._kept:
+            self.give(block)
+        else:
+            self._kept[node] = block
+
+    def give(self, block: int) -> None:
+        """It is free."""
+        self.pool.free([block - self._first])
 
     # ---- the requests' side ----
 
@@ -106,7 +142,7 @@ class Snapshots:
             block, request.snapshot = request.snapshot, -1
             if node in self._kept:
                 self._use(node)
-                self._give(block)
+                self.give(block)
             else:
                 self._kept[node] = block
 
@@ -114,7 +150,7 @@ class Snapshots:
         """It gives its row back."""
         self.publish(request, ended=True)
         if request.snapshot >= 0:
-            self._give(request.snapshot)
+            self.give(request.snapshot)
         request.snapshot, request.snapshot_at = -1, 0
 
     def drain(self) -> list[tuple[int, int]]:
@@ -133,15 +169,12 @@ class Snapshots:
         return block
 
     def _take(self) -> int:
-        """A block, −1 if running requests have all."""
+        """A block, −1 if running requests and readers outside have all."""
         if not self.pool.num_free:
-            if not self._kept:
+            if (oldest := next((n for n in self._kept if n not in self._pinned), None)) is None:
                 return -1
-            self.lose(next(iter(self._kept)))
+            self.lose(oldest)
         return self.pool.alloc(1)[0] + self._first
-
-    def _give(self, block: int) -> None:
-        self.pool.free([block - self._first])
 
     def check(self, holders: Sequence[Holder]) -> None:
         """Assert that each block is free, a request's, or a node's, and never two of these."""

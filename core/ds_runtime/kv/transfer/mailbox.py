@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from ds_runtime.kv.transfer import TransferError
+from ds_runtime.platform.kv_transfer import TransferError
 
 PATIENCE = 5.0  # seconds that a peer has for its first word
 _SIGN = 1000  # milliseconds between signs of life, which a thread of ZeroMQ's own gives
