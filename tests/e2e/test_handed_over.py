@@ -19,6 +19,7 @@ from served import serving
 from ds_runtime.api import hookimpl
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
@@ -32,6 +33,8 @@ from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from ds_runtime.sampling_params import SamplingParams
+from ds_runtime_kit.models.adapters import write_adapter
+from ds_runtime_kit.models.tiny import write_tiny
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
 FLAGS = ("--dtype", "float32", "--kv-memory", "2MB", "--threads", "1", "--routes", "handing")
@@ -46,9 +49,9 @@ def made(model, address, plugins=(), **more):
     return engine, desk_of(engine, f"ipc://{address}")
 
 
-def asked(engine, prompt=PROMPT):
+def asked(engine, **more):
     params, said, cached = SamplingParams(max_tokens=20, ignore_eos=True), [], 0
-    assert engine.submit(Submit(rid="r", prompt=prompt, params=params, seed=0)) is None
+    assert engine.submit(Submit(rid="r", prompt=PROMPT, params=params, seed=0, **more)) is None
     while engine.has_work:
         for message in engine.step():
             said += message.tokens
@@ -78,9 +81,19 @@ def exported(engine, pages):
     ]
 
 
-def test_pages_come_byte_for_byte_and_answers_are_the_same(tiny, tmp_path):
-    (first, there), (second, here) = made(tiny, tmp_path / "a"), made(tiny, tmp_path / "b")
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """One with two groups of caches: latents, and index keys."""
+    write_tiny(folder := tmp_path_factory.mktemp("v32"), "v32", seed=11)
+    return folder
+
+
+@pytest.mark.parametrize(("model", "groups"), [("tiny", 1), ("sparse", 2)])
+def test_pages_come_byte_for_byte_and_answers_are_the_same(model, groups, request, tmp_path):
+    model = request.getfixturevalue(model)
+    (first, there), (second, here) = made(model, tmp_path / "a"), made(model, tmp_path / "b")
     wanted, _ = asked(first)
+    assert len(first.runner.caches.groups) == groups
     there.take(HoldPages(token="h", prompt=PROMPT))
     held = answered(there)
     assert there.counts["pages_held"] == 4 and not held.refused
@@ -106,6 +119,74 @@ def test_pages_come_byte_for_byte_and_answers_are_the_same(tiny, tmp_path):
         one.close()
 
 
+def test_pages_of_an_adapter_go_to_the_same_adapter(tiny, tmp_path):
+    """Whatever its name there; the model's own, another adapter's and another salt's do not fit."""
+    config = load_config(tiny)
+    folders = [tmp_path / name for name in "ab"]
+    for seed, folder in enumerate(folders):
+        write_adapter(folder, config, lambda module: module.endswith("o_proj"), seed=seed, rank=4)
+    (first, there), (second, here) = (
+        made(tiny, tmp_path / end, max_loras=2, max_lora_rank=4, lora_target_modules=("o_proj",))
+        for end in "xy"
+    )
+    first.load_adapter("one", str(folders[0]))
+    for name, folder in zip(("other", "same"), reversed(folders), strict=True):
+        second.load_adapter(name, str(folder))
+    wanted, _ = asked(first, adapter="one", salt="s")
+    there.take(HoldPages(token="h", prompt=PROMPT, adapter="one", salt="s"))
+    offer = answered(there).offer
+    for adapter, salt in (("", "s"), ("other", "s"), ("same", "")):
+        here.take(PullPages(token="p", prompt=PROMPT, offer=offer, adapter=adapter, salt=salt))
+        assert "of another prompt, model, adapter" in answered(here).refused
+    here.take(PullPages(token="p", prompt=PROMPT, offer=offer, adapter="none", salt="s"))
+    assert "'none' is not loaded" in answered(here).refused
+    here.take(PullPages(token="p", prompt=PROMPT, offer=offer, adapter="same", salt="s"))
+    assert answered(here, there).tokens == 64
+    assert asked(second, adapter="same", salt="s") == (wanted, 64)
+    assert asked(second, salt="s")[1] == asked(second, adapter="other", salt="s")[1] == 0
+    for one in (there, here, first, second):
+        one.close()
+
+
+class Plugin(ModuleType):
+    """Brings what moves pages: ends of one process."""
+
+    def __init__(self, name, net, kind=HostTransfer) -> None:
+        super().__init__(name)
+
+        @hookimpl
+        def ds_kv_transfer(config, origin):
+            return kind(f"{name} {len(net)}", origin, net)
+
+        self.ds_kv_transfer = ds_kv_transfer
+
+
+class Breaks(HostTransfer):
+    """Raises while it moves pages."""
+
+    def _copy(self, other, read):
+        raise OSError("the fabric is gone")
+
+
+def test_a_plugins_transfer_that_raises_is_dropped(tiny, tmp_path, capfd):
+    plugins = [Plugin("plugin_1", {}, Breaks)]
+    (first, there), (second, here) = (made(tiny, tmp_path / "n", plugins) for _ in range(2))
+    wanted, _ = asked(first)
+    there.take(HoldPages(token="h", prompt=PROMPT))
+    here.take(PullPages(token="p", prompt=PROMPT, offer=answered(there).offer))
+    said = "the transfer of pages is dropped: it raised OSError: the fabric is gone"
+    assert answered(here).refused == said and said in capfd.readouterr().err
+    here.take(HoldPages(token="h", prompt=PROMPT))
+    assert answered(here).refused == said
+    assert asked(second) == (wanted, 0)
+    there.poll()
+    for engine in (first, second):
+        stats = engine.stats()
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+    for one in (there, here, first, second):
+        one.close()
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -124,19 +205,6 @@ def test_engines_that_differ_exchange_nothing(tiny, tmp_path, other, said):
     assert said in answer.refused and answer.tokens == 0
     for one in (there, here, first, second):
         one.close()
-
-
-class Plugin(ModuleType):
-    """Brings what moves pages: ends of one process."""
-
-    def __init__(self, name, net) -> None:
-        super().__init__(name)
-
-        @hookimpl
-        def ds_kv_transfer(config, origin):
-            return HostTransfer(f"{name} {len(net)}", origin, net)
-
-        self.ds_kv_transfer = ds_kv_transfer
 
 
 @pytest.mark.parametrize("count", [1, 2])

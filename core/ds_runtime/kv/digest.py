@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ds_runtime.checkpoint.files import open_plain, read_bytes
 from ds_runtime.checkpoint.tensors import StoredTensor, read_header, tensors_of
+from ds_runtime.errors import CheckpointError
 
 _WHOLE = 64 << 10  # bytes of a tensor that are all read
 _BLOCK = 4 << 10  # bytes that are read in front, in the middle and at the end of another
@@ -28,6 +29,13 @@ _known: dict[tuple[tuple[str, int, int], ...], str] = {}  # by names, sizes and 
 def weights_digest(folder: Path) -> str:
     """Of a checkpoint and its config.json, or of an adapter: 64 hexadecimal digits. Files that have
     not changed since are not read again. Raises CheckpointError."""
+    try:
+        return _of(folder)
+    except OSError as e:
+        raise CheckpointError(f"{folder}: its weights cannot be read for their digest: {e}") from e
+
+
+def _of(folder: Path) -> str:
     if (folder / _ADAPTER).is_file():
         said, entries = folder / _ADAPTER, read_header(folder / _ADAPTED)
     else:

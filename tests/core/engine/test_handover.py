@@ -287,6 +287,18 @@ def test_pages_that_turn_out_broken_are_not_kept(ends):
     assert here.answers["t"].refused and here.rig.prefix.num_cached == 0
 
 
+def test_a_transfer_that_is_dropped_leaves_all_pages(ends):
+    here, there = ends
+    there.asked("a", LONG)
+    here.asked("b", LONG[:9])
+    here.hold(LONG[:9])
+    here.pull("t", LONG, there.hold(LONG))
+    assert [(p.token, p.refused) for p in here.handover.drop("it broke")] == [("t", "it broke")]
+    here.rig.check_end()
+    there.clock[0] = 31
+    settled(there)
+
+
 # ---- what peers and front ends say ----
 
 

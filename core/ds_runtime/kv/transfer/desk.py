@@ -5,6 +5,7 @@ Nothing of it is there before somebody asks: no socket, no memory, and no digest
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.errors import DsRuntimeError, PluginError
+from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.kv.budget import KvMemory
 from ds_runtime.kv.caches import copy_states
 from ds_runtime.kv.digest import weights_digest
@@ -62,6 +63,7 @@ class Desk:
         self._asked: list[HoldPages | PullPages] = []
         self._origin: Future[Origin] | None = None
         self._handover: Handover | None = None
+        self._dropped = ""
 
     @property
     def busy(self) -> bool:
@@ -92,12 +94,24 @@ class Desk:
             for message in asked:
                 try:
                     answers += self._do(message)
-                except DsRuntimeError as e:
+                except Exception as e:  # a plugin's, too: requests go on
                     refused = PagesHeld if isinstance(message, HoldPages) else PagesPulled
-                    answers.append(refused(message.token, refused=str(e)))
+                    said = str(e) if isinstance(e, DsRuntimeError) else named(e)
+                    answers.append(refused(message.token, refused=said))
         if self._handover is not None:
-            answers += self._handover.poll()
+            answers += self._polled(self._handover)
         return answers
+
+    def _polled(self, handover: Handover) -> list[PagesPulled]:
+        """A transfer that raises is dropped with a line on standard error: nobody reads by it any
+        more, and requests go on."""
+        try:
+            return handover.poll()
+        except Exception as e:
+            self._dropped = f"the transfer of pages is dropped: it raised {named(e)}"
+            print(self._dropped, file=sys.stderr, flush=True)
+            self._handover = None
+            return handover.drop(self._dropped)
 
     def _is_settled(self) -> bool:
         """Whether it is known of what the pages are, or that nothing can be done."""
@@ -115,7 +129,7 @@ class Desk:
             return f"--tp {config.tp}: engines of one rank alone hand pages over in this version"
         if config.disable_radix_cache:
             return "--disable-radix-cache keeps no pages that could be handed over"
-        return ""
+        return self._dropped
 
     def _do(self, message: HoldPages | PullPages) -> list[PagesHeld]:
         if why := self._why_not():

@@ -346,6 +346,18 @@ class Handover:
         with suppress(TransferError):  # it takes none: as if it were gone, and leases end by time
             self._transfer.notify(peer, msgspec.msgpack.encode(said))
 
+    def drop(self, why: str) -> list[PagesPulled]:
+        """Go on without the transfer, which works no more; what becomes of pulls. Raises what it
+        raises where it cannot even be closed: it may still write to pages then."""
+        self._transfer.close()
+        pulls, self._pulls = [*self._pulls.values()], {}
+        for pull in pulls:
+            self._give(pull.local, pull.node)
+        for lease in [*self._leases.values()]:
+            self._end(lease)
+        self._pages.guests = None
+        return [*self._ended, *(PagesPulled(pull.token, refused=why) for pull in pulls)]
+
     def close(self) -> None:
         """Leave: what is under way ends, and peers see it."""
         while self.leave():
