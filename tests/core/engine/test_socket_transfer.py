@@ -73,9 +73,10 @@ def pair(folder, way="shared memory"):
         there.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "page-locked shared memory", "page-locked tcp"])
 def test_blocks_come_byte_for_byte(tmp_path, way):
-    with pair(tmp_path, way) as (here, there, own, others):
+    with pair(tmp_path, way.removeprefix("page-locked ")) as (here, there, own, others):
+        here._locked = there._locked = way.startswith("page-locked")
 
         @given(blocks=st.lists(blocks_of_both(), min_size=1, max_size=3))
         @settings(max_examples=examples(25), deadline=None)
@@ -87,7 +88,7 @@ def test_blocks_come_byte_for_byte(tmp_path, way):
                 assert_read(own, before, others, local, remote)
 
         reads()
-        assert (here._open[there.name].theirs is not None) == (way == "shared memory")
+        assert (here._open[there.name].theirs is not None) == way.endswith("shared memory")
         polled(there, here, until=lambda _: len(there._open[here.name].free) == pieces.SLOTS)
         assert sorted(there._open[here.name].free) == list(range(pieces.SLOTS))
 

@@ -72,11 +72,12 @@ _Notices = Want | Done | Ended
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """node: the deepest, under a reference. states: a snapshot of it. reader: its name, once it has
-    spoken."""
+    """node: the deepest of `count` pages, under a reference. states: a snapshot of it. reader: its
+    name, once it has spoken."""
 
     number: int
     node: Node
+    count: int
     states: list[int]
     seconds: float
     until: float
@@ -129,9 +130,8 @@ class Handover:
 
     @property
     def num_held(self) -> int:
-        """Pages that leases keep from being evicted, each of them once."""
-        nodes = {n for lease in self._leases.values() for n in _path(lease.node)}
-        return len(nodes)
+        """Pages that leases keep from being evicted, of each lease for itself."""
+        return sum(lease.count for lease in self._leases.values())
 
     @property
     def num_coming(self) -> int:
@@ -155,7 +155,8 @@ class Handover:
         self._prefix.lock(found.node)
         self._settle()  # its reader may look before this engine does anything more
         self._count += 1
-        lease = _Lease(self._count, found.node, states, seconds, self._now() + seconds)
+        given = self._count, found.node, len(found.pages), states
+        lease = _Lease(*given, seconds, self._now() + seconds)
         self._leases[lease.number] = lease
         said = self._transfer.describe()
         offer = Offer(said, lease.number, key, found.pages, states, seconds)
@@ -172,14 +173,16 @@ class Handover:
         whole = lease is not None and lease.reader == peer and self._stands(lease)
         self._tell(peer, Ended(number, whole))
         if lease is not None and lease.reader == peer:
-            self.num_given += whole * len(_path(lease.node))
+            self.num_given += whole * lease.count
             self._end(lease)
 
     def _stands(self, lease: _Lease) -> bool:
         """Whether its blocks are still what they were: nobody has found them to be broken."""
         snapshots, node = self._pages.snapshots, lease.node
         kept = snapshots is None or [snapshots.block(node)] == lease.states
-        return kept and not any(one.is_cut for one in _path(node))
+        while kept and node.parent is not None:
+            kept, node = not node.is_cut, node.parent
+        return kept
 
     def _end(self, lease: _Lease) -> None:
         del self._leases[lease.number]
@@ -363,12 +366,3 @@ class Handover:
         while self.leave():
             continue
         self._transfer.close()
-
-
-def _path(node: Node) -> list[Node]:
-    """It and all above it that have pages."""
-    found = list[Node]()
-    while node.parent is not None:
-        found.append(node)
-        node = node.parent
-    return found

@@ -65,11 +65,11 @@ class _Giving:
 
 @dataclass(slots=True)
 class _Saving:
-    """A piece that is on its way into a slot."""
+    """A piece that is on its way to host memory, and from there into a shared slot."""
 
     piece: PageBytes
-    length: int
-    shared: bool
+    host: Tensor
+    shared: Tensor | None
     layers: int
     copying: Copying
 
@@ -117,6 +117,7 @@ class SocketTransfer(Transfer):
     def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
         """As KvTransfer. Raises TransferError where the address cannot be had."""
         super().register(caches, pages, states, copies)
+        self._locked = copies.buffer(1, 1).is_pinned()  # then shared memory is slow for the device
         self._size = max(PIECE, *(region.size for region in self.layers.regions), 0)
         self._mail = Mailbox(self.name, self._address, self._size + 16 * MOST_BLOCKS + MOST_BYTES)
 
@@ -236,19 +237,21 @@ class SocketTransfer(Transfer):
                 peer.serving.popleft()
                 continue
             slot = peer.free.pop()
-            host = peer.own[slot] if read.shared and peer.own else self._buffer(peer, slot)
+            shared = peer.own[slot] if read.shared and peer.own else None
+            host = self._buffer(peer, slot) if shared is None or self._locked else shared
             found = placed(self.layers, piece, read.blocks, host)
             assert found is not None, "a piece is larger than its slot"
             length = sum(one.host.numel() for one in found)
             said, copying = PageBytes(read.number, read.index, slot), self._copies.save(found)
-            peer.saving.append(_Saving(said, length, read.shared, len(found), copying))
+            peer.saving.append(_Saving(said, host[:length], shared, len(found), copying))
             read.index += 1
         while peer.saving and peer.saving[0].copying.ended(peer.saving[0].layers - 1):
             saved = peer.saving.popleft()
             said = saved.piece
-            if not saved.shared:
-                held = self._buffer(peer, said.slot)[: saved.length]
-                said = msgspec.structs.replace(said, data=held.numpy().tobytes())
+            if saved.shared is None:
+                said = msgspec.structs.replace(said, data=saved.host.numpy().tobytes())
+            elif self._locked:
+                saved.shared[: len(saved.host)].copy_(saved.host)
             self._mail.send(name, said)
 
     def _buffer(self, peer: _Peer, slot: int) -> Tensor:
@@ -263,6 +266,8 @@ class SocketTransfer(Transfer):
         if read is None:  # it was given up
             return self._mail.send(name, Taken(message.slot))
         host = peer.theirs[message.slot] if peer.theirs else _bytes(message.data)
+        if self._locked:
+            host = self._copies.buffer(1, len(host))[0].copy_(host)
         due, found = read.next, None
         if due is not None and message.index == read.index:
             found = placed(self.layers, due, read.local, host)
