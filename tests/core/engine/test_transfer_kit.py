@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -94,5 +96,15 @@ def test_a_mistake_is_named(kind, check, said, monkeypatch):
     assert said in found.failure
 
 
-def test_a_transfer_of_a_plugin_may_start_from_the_base():
-    assert issubclass(HostTransfer, Transfer) and issubclass(SocketTransfer, Transfer)
+def test_the_transfer_of_the_documents_is_one():
+    """It starts from the base, and describes itself in a form that its like understands."""
+    page = (Path(__file__).parents[3] / "docs" / "kv-transfer.md").read_text(encoding="utf-8")
+    plugin = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    held: dict = {}
+    exec(compile(plugin, "kv-transfer.md", "exec"), held)
+    one, other = (held["ds_kv_transfer"](None, b"origin") for _ in range(2))
+    other.name = "another name"
+    assert isinstance(one, Transfer) and one.attach(other.describe()) == "another name"
+    assert one.read("another name", CacheBlocks(), CacheBlocks(), "tag").tag == "tag"
+    with pytest.raises(TransferError, match=r"moves pages by 'host', and this engine by 'acme.v1'"):
+        one.attach(HostTransfer("third", b"origin", {}).describe())
