@@ -118,9 +118,9 @@ def _signature(function: Any) -> str:
 
 
 HOOKS_HEAD = """\
-All hooks are called at start-up, never during a step. A plugin is a module named in the
-entry-point group `ds_runtime`. It has functions of these names marked `@hookimpl`
-(`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin` makes
+All hooks are called at start-up, but for `ds_kv_transfer`, and never during a step. A plugin is a
+module named in the entry-point group `ds_runtime`. It has functions of these names marked
+`@hookimpl` (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin` makes
 ([writing a plugin](writing-a-plugin.md#what-plugins-share)). The five hooks of offers differ for
 readers alone: the runtime puts together what they return. A function may take fewer arguments than
 listed, so that an argument added here later breaks nobody. A plugin that raises, misspells a hook

@@ -41,7 +41,7 @@ from ds_runtime.ops.contract import (
     gates,
     load_attr,
 )
-from ds_runtime.ops.contracts.caches import CacheGroup, HistoryGroup, StateGroup
+from ds_runtime.ops.contracts.caches import CacheGroup, Caches, HistoryGroup, StateGroup
 from ds_runtime.ops.contracts.linear import Groups
 from ds_runtime.ops.declare import Op
 from ds_runtime.ops.kernel import (
@@ -59,6 +59,14 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform
 from ds_runtime.platform import exports
 from ds_runtime.platform.contract import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
+from ds_runtime.platform.kv_transfer import (
+    CacheBlocks,
+    KvTransfer,
+    Polled,
+    Ticket,
+    Transfer,
+    TransferError,
+)
 from ds_runtime.platform.library import Library
 from ds_runtime.platform.page_copies import Copying, LayerBlocks, PageCopies, TorchPageCopies
 from ds_runtime.platform.probe import (
@@ -165,7 +173,9 @@ __all__ = [
     "RANK_REFERENCE",
     "RANK_SPECIALISED",
     "Batch",
+    "CacheBlocks",
     "CacheGroup",
+    "Caches",
     "CaptureError",
     "Ceilings",
     "Change",
@@ -192,6 +202,7 @@ __all__ = [
     "Groups",
     "HistoryGroup",
     "Kernel",
+    "KvTransfer",
     "LayerBlocks",
     "Layout",
     "Library",
@@ -207,6 +218,7 @@ __all__ = [
     "Place",
     "Platform",
     "PluginError",
+    "Polled",
     "PrefillPart",
     "PrefixChunk",
     "Provider",
@@ -224,9 +236,12 @@ __all__ = [
     "Segments",
     "Spelling",
     "StateGroup",
+    "Ticket",
     "TorchCommunicator",
     "TorchPageCopies",
     "TorchPlatform",
+    "Transfer",
+    "TransferError",
     "UnsupportedError",
     "Weight",
     "WeightPart",

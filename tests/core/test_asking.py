@@ -43,6 +43,7 @@ def ask(plugins: Plugins, name: str) -> list[tuple[str, object]]:
         "subcommands": ArgumentParser().add_subparsers(),
         "app": object(),
         "engine": object(),
+        "origin": b"",
     }
     wanted = inspect.signature(getattr(hookspecs, name)).parameters
     return plugins.call(name, only="one", **{k: given[k] for k in wanted})

@@ -1,9 +1,9 @@
 """The messages between the front end (HTTP, tokenisation) and the engine. msgpack, tagged.
 
-Front end → engine: Submit, SubmitGroup, Abort, Flush, Profile, Adapt, Stop. Engine → front end:
-Ready, Tokens, Failed, Stats, Flushed, Profiled, Adapted, Dead. One request id is one choice: a
-prompt with n choices is one SubmitGroup, which the engine takes as n Submits with `choice` 0…n−1
-and one `group`.
+Front end → engine: Submit, SubmitGroup, Abort, Flush, Profile, Adapt, HoldPages, PullPages, Stop.
+Engine → front end: Ready, Tokens, Failed, Stats, Flushed, Profiled, Adapted, PagesHeld,
+PagesPulled, Dead. One request id is one choice: a prompt with n choices is one SubmitGroup, which
+the engine takes as n Submits with `choice` 0…n−1.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from ds_runtime.errors import DsRuntimeError, FieldPath, LogitsError, QueueFullError, RequestError
+from ds_runtime.kv.transfer.asked import HoldPages, PagesHeld, PagesPulled, PullPages
 from ds_runtime.sampling_params import SamplingParams
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """What all choices of a prompt have alike.
+    """What all choices of a prompt have in common.
 
     `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
     `adapter`: the name of a low-rank adapter; "" is the model itself. `client`: who asks, for what
@@ -53,14 +54,12 @@ class SubmitGroup(Asked, tag=True, kw_only=True):
         Prompt log-probabilities are the same for all, so only choice 0 computes them; the engine
         sends them before or with the first tokens of the others.
         """
-        alike = {name: getattr(self, name) for name in Asked.__struct_fields__}
-        later = dict(alike)
+        shared = {name: getattr(self, name) for name in Asked.__struct_fields__}
+        first, *others = self.rids
+        found = [Submit(rid=first, **shared)]
         if self.params.prompt_logprobs is not None:
-            later["params"] = msgspec.structs.replace(self.params, prompt_logprobs=None)
-        return [
-            Submit(rid=rid, choice=choice, **(later if choice else alike))
-            for choice, rid in enumerate(self.rids)
-        ]
+            shared["params"] = msgspec.structs.replace(self.params, prompt_logprobs=None)
+        return found + [Submit(rid=rid, choice=n, **shared) for n, rid in enumerate(others, 1)]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -150,17 +149,18 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     """Counters since start and gauges now, sent at most a few times a second.
 
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
-    neither they nor `pages_free` count are those that running requests use. Of snapshots of states:
-    how many there may be, those that later prompts can go on from, how often one did, and those
-    that made room for others. Of speculation:
-    `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
-    them were right. `broken`: choices that ended because the model's logits were not finite. Of
-    structured output: processor seconds that masks took, how often a choice sat a step out because
-    its mask was not there, and rules that wait to be compiled. Of steps with prompts: their number,
-    the prompts' new tokens in them, how many carried less of prompts than they could for
-    --max-itl, and of those since their cost is known, what they took and were expected to take.
-    `compilations`: kernels that were
-    compiled in rank 0's process, by "compiler kernel".
+    neither they nor `pages_free` count are those that running requests use, those of `pages_held`
+    that leases of other engines keep, and `pages_coming`, which are read from others; `pages_given`
+    and `pages_pulled` have gone so far. Of snapshots of states: how many there may be, those that
+    later prompts can go on from, how often one did, and those that made room for others. Of
+    speculation: `draft_tokens` were verified, `verified` times one request's at once, and
+    `accepted_tokens` of them were right. `broken`: choices that ended because the model's logits
+    were not finite. Of structured output: processor seconds that masks took, how often a choice sat
+    a step out because its mask was not there, and rules that wait to be compiled. Of steps with
+    prompts: their number, the prompts' new tokens in them, how many carried less of prompts than
+    they could for --max-itl, and of those since their cost is known, what they took and were
+    expected to take. `compilations`: kernels that were compiled in rank 0's process, by "compiler
+    kernel".
     """
 
     running: int = 0
@@ -172,6 +172,10 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     snapshots_kept: int = 0
     snapshot_hits: int = 0
     snapshots_evicted: int = 0
+    pages_held: int = 0
+    pages_coming: int = 0
+    pages_given: int = 0
+    pages_pulled: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -240,8 +244,9 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-ToEngine = Submit | SubmitGroup | Abort | Flush | Profile | Adapt | Stop
-FromEngine = Tokens | Failed | Stats | Flushed | Profiled | Adapted | Ready | Dead
+ToEngine = Submit | SubmitGroup | Abort | Flush | Profile | Adapt | HoldPages | PullPages | Stop
+Answer = Flushed | Profiled | Adapted | PagesHeld | PagesPulled
+FromEngine = Tokens | Failed | Stats | Answer | Ready | Dead
 
 encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -1,21 +1,27 @@
 """Names of pages that mean the same in every engine: a sha256 chain over tokens.
 
 Two engines may exchange pages only if all that their bytes depend on is the same. That is the root
-of the chain; what follows are tokens, page by page.
+of the chain; what follows are tokens, page by page. The prefix cache of one engine compares tokens
+themselves: what it keeps never meets another origin, but by way of these keys.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from struct import pack
+
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.kv.digest import weights_digest
+from ds_runtime.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """What the bytes of a page depend on beside its tokens. weights, adapter: digests of files;
-    layouts: tags by the names of cache groups; dtypes: of the caches; salt: a client's own.
+    layouts: tags by the names of cache groups; dtypes: of the caches; salt: a client's own; shard:
+    which part of the heads, of how many, where an entry has keys and values of heads.
     """
 
     weights: str
@@ -24,6 +30,32 @@ class Origin:
     page_size: int
     adapter: str = ""
     salt: str = ""
+    shard: tuple[int, int] = (0, 1)
+
+    @staticmethod
+    def of(assembly: Assembly, rank: int = 0) -> Origin:
+        """That of the pages of one rank, of the model itself and without a salt. Reads parts of all
+        weights, once: seconds, where they are many. Raises CheckpointError."""
+        config, model = assembly.config, assembly.folder
+        folders = [model, *([] if assembly.nextn is None else [assembly.nextn.folder])]
+        made = [config.load_format, config.quantize, config.speculative_draft_quantize]
+        made += ["own bits"] * config.batch_invariant
+        if config.load_format != "dummy":  # those follow from config.json
+            made += [weights_digest(folder) for folder in dict.fromkeys(folders)]
+        else:
+            made += [
+                sha256((folder / "config.json").read_bytes()).hexdigest() for folder in folders
+            ]
+        laid, heads = assembly.caches, Mesh.of(config).attn_tp if config.disable_mla else 1
+        return Origin(
+            weights=" ".join(made),
+            layouts=tuple((one.group.name, one.layout.tag) for one in laid),
+            dtypes=tuple(
+                f"{f.dtype} {f.kv_dtype} {f.index_dtype}" for f in (x.facts for x in laid)
+            ),
+            page_size=config.page_size,
+            shard=(rank % heads, heads),
+        )
 
     def root(self) -> bytes:
         """The key in front of all pages: 32 bytes. Different origins have different ones."""
@@ -34,8 +66,9 @@ class Origin:
             self.dtypes,
             [str(self.page_size)],
             [self.adapter, self.salt],
+            [str(number) for number in self.shard],
         )
-        found = hashlib.sha256()
+        found = sha256()
         for words in fields:
             found.update(pack("<I", len(words)))
             for word in words:
@@ -49,5 +82,5 @@ def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[by
     key = root
     for start in range(0, len(tokens) // page_size * page_size, page_size):
         page = tokens[start : start + page_size]
-        key = hashlib.sha256(key + pack(f"<{page_size}i", *page)).digest()
+        key = sha256(key + pack(f"<{page_size}i", *page)).digest()
         yield key

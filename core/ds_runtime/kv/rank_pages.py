@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, PrefixCache
 from ds_runtime.kv.snapshots import Snapshots
 
 
+class Guests(Protocol):
+    """Who holds pages for other engines."""
+
+    def leave(self) -> bool:
+        """Give some back; False if there are none."""
+        ...
+
+
 class Pages:
     """Every page of one group of ranks.
 
-    A page is at any time exactly one of: free in `pool`, owned by one running request, or in
+    A page is at any time exactly one of: free in `pool`, owned by one running request, lent, or in
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
     Pages of prompts that running requests will bring into `prefix` are known by their beginnings.
-    `snapshots`: where a request keeps more than pages, and there is a prefix cache.
+    `snapshots`: where a request keeps more than pages, and there is a prefix cache. `guests` go
+    before a running request is preempted, or one waits though none runs.
     """
 
     def __init__(
@@ -29,6 +40,7 @@ class Pages:
         self.snapshots = snapshots
         self.page_size = page_size
         self.num_running = 0
+        self.guests: Guests | None = None
         self._coming: dict[int, Holder] = {}
 
     @property
@@ -123,12 +135,18 @@ class Pages:
 
     def _make_room(self, count: int, reserve: int = 0) -> bool:
         """Evict until `count` pages are free, if `reserve` more could follow."""
-        if self.pool.num_free + self.num_cached < count + reserve:
-            return False
+        while self.pool.num_free + self.num_cached < count + reserve:
+            if reserve or self.guests is None or not self.guests.leave():
+                return False
         missing = count - self.pool.num_free
         if self.prefix and missing > 0:
             self.pool.free(self.prefix.evict(missing))
         return True
+
+    def lend(self, count: int) -> list[int] | None:
+        """Pages for what comes from elsewhere; None where as many cannot be spared."""
+        spared = not count or self._make_room(count, self.num_running + 1)
+        return self.pool.alloc(count) if spared else None
 
     def release(self, request: Holder) -> None:
         """Take its pages back."""

@@ -40,6 +40,7 @@ class Snapshots:
         self._new: dict[Node, int] = {}  # of both kinds those used last come last
         self._read: dict[Node, int] = {}  # these stay: prompts have gone on from them
         self._copies: list[tuple[int, int]] = []
+        self._pinned: dict[Node, int] = {}  # how many outside read the block of it
 
     # ---- the prefix cache's side ----
 
@@ -61,17 +62,36 @@ class Snapshots:
         if (block := self._forget(node)) >= 0:
             self.give(block)
 
+    # ---- those outside, which read or bring a node's ----
+
     def __contains__(self, node: Node) -> bool:
         return node in self._new or node in self._read
 
+    def block(self, node: Node) -> int:
+        """That of a node, −1 if it has none."""
+        return self._read.get(node, self._new.get(node, -1))
+
+    def pin(self, node: Node) -> int:
+        """Its block, which no other gets until `unpin`."""
+        self._pinned[node] = self._pinned.get(node, 0) + 1
+        return self._use(node)
+
+    def unpin(self, node: Node) -> None:
+        """One reader less."""
+        self._pinned[node] -= 1
+        if not self._pinned[node]:
+            del self._pinned[node]
+
+    def reserve(self) -> int:
+        """A block for one that comes, −1 if others have all: then `adopt` it, or `give` it."""
+        return self._take(answers=False)
+
     def adopt(self, node: Node, block: int) -> None:
-        """It has what stands for this node."""
-        if node in self._read:
+        """It has what stands for this node. One that the node has already stays: it may be read."""
+        if node in self:
             self.give(block)
-            return
-        if (twin := self._new.pop(node, -1)) >= 0:
-            self.give(twin)
-        self._new[node] = block
+        if node not in self._read:
+            self._new[node] = self._new.pop(node, block)
 
     def give(self, block: int) -> None:
         """It is free."""
@@ -164,7 +184,7 @@ class Snapshots:
         if answers and count - free - self.num_kept >= count // 2:
             return -1
         if not free:
-            if (oldest := next(iter(self._new), None)) is None:
+            if (oldest := next((n for n in self._new if n not in self._pinned), None)) is None:
                 return -1
             self.lose(oldest)
             self.num_evicted += 1

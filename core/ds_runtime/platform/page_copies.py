@@ -48,7 +48,8 @@ class Copying(Protocol):
 
 
 class PageCopies(Protocol):
-    """Behaviour of what copies blocks. One thread calls it, the one that queues steps.
+    """Behaviour of what copies blocks. One thread calls it, the one that queues steps, and waits
+    for nothing where host memory is of `buffer`.
 
     A copy begins once all that was queued before it has run, and leaves what is queued after it
     alone. Host memory that was given must stay as it is until the copies have ended, and so must
@@ -147,13 +148,20 @@ class TorchPageCopies:
         queued, beside = _Queued(self._runtime, self._device), self._beside()
         with torch.inference_mode(), beside:
             for one in layers:
-                numbers = torch.tensor(one.blocks, dtype=torch.int64).to(self._device)
+                numbers = self._numbers(one.blocks)
                 made = copy(one, numbers) if one.blocks else None
                 if self._runtime is not None:
                     queued.held.append((one, numbers, made))
                     queued.events.append(self._runtime.Event())
                     queued.events[-1].record(self._stream)
         return _Ended() if self._runtime is None else queued
+
+    def _numbers(self, blocks: Sequence[int]) -> Tensor:
+        """On the device; from page-locked memory, so that the host waits for nothing."""
+        import torch
+
+        made = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._runtime is not None)
+        return made.to(self._device, non_blocking=True)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Within, work is queued on the side stream, behind what was queued so far."""

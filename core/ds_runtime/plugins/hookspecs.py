@@ -1,4 +1,5 @@
-"""The ten hooks. All are called at start-up, by `ds_runtime.plugins.manager`; never in a step.
+"""The eleven hooks. All are called by `ds_runtime.plugins.manager`, at start-up but for
+`ds_kv_transfer`; never in a step.
 
 The answers of `ds_platform`, of the offers and of `ds_defaults` depend on their arguments alone:
 with the same ones each is called once per process.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contract import Change, Facts, Kernel, QuantLoader, Refusal
     from ds_runtime.ops.kernel import Layout
     from ds_runtime.platform.contract import Platform
+    from ds_runtime.platform.kv_transfer import KvTransfer
     from ds_runtime.plugins.routes import RoutedEngine
 
 hookspec = pluggy.HookspecMarker("ds_runtime")
@@ -89,6 +91,16 @@ def ds_observer(config: EngineConfig) -> Any:
 
 
 @hookspec
+def ds_kv_transfer(config: EngineConfig, origin: bytes) -> KvTransfer | None:
+    """What moves pages between engines, in place of sockets and shared memory; None: not this one.
+
+    Called in the engine's process, on its own thread between steps, when pages are first asked
+    for. `origin` stands for all that the bytes of pages depend on (`KvTransfer` says more). Of all
+    plugins that are loaded one may bring a transfer.
+    """
+
+
+@hookspec
 def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
     """Add subcommands to the command line. Called while it is built; stay import-light.
 
@@ -116,6 +128,7 @@ HOOKS: tuple[str, ...] = (
     "ds_ops",
     "ds_defaults",
     "ds_observer",
+    "ds_kv_transfer",
     "ds_cli",
     "ds_routes",
 )

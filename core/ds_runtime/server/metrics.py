@@ -71,6 +71,30 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         CounterMetricFamily,
         "snapshots that made room for others; with more of them prompts may find theirs",
     ),
+    (
+        "pages_held",
+        "kv_pages_held",
+        GaugeMetricFamily,
+        "KV pages that are kept for other engines, which read them",
+    ),
+    (
+        "pages_coming",
+        "kv_pages_coming",
+        GaugeMetricFamily,
+        "KV pages that are being read from other engines",
+    ),
+    (
+        "pages_given",
+        "kv_pages_given",
+        CounterMetricFamily,
+        "KV pages that other engines have read here",
+    ),
+    (
+        "pages_pulled",
+        "kv_pages_pulled",
+        CounterMetricFamily,
+        "KV pages that were read from other engines",
+    ),
     ("prompt_tokens", "prompt_tokens", CounterMetricFamily, "prompt tokens, cached ones included"),
     ("generated_tokens", "generation_tokens", CounterMetricFamily, "generated tokens"),
     (

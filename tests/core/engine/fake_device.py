@@ -174,6 +174,13 @@ class FakeDevice:
         return result
 
 
+@dataclass
+class Brings:
+    """Whoever brings a snapshot from elsewhere."""
+
+    snapshot: int
+
+
 class Rig:
     """Scheduler and fake device, stepped in lockstep or with `overlap` steps under way."""
 
@@ -207,6 +214,7 @@ class Rig:
         self.cached: dict[str, int] = {}
         self.launched: list[tuple[StepPlan, StepResult]] = []
         self.plans: list[StepPlan] = []
+        self.lent: Callable[[], tuple[list[int], list[int]]] = lambda: ([], [])  # pages, blocks
 
     def _pages(self, count: int, size: int, prefix: bool, snapshots: int | None) -> Pages:
         if not prefix:
@@ -299,15 +307,17 @@ class Rig:
         assert all(w.length <= self.limits.prefill_chunk for w in plan.works)
 
     def check_pages(self) -> None:
-        """Every page of a rank is free, owned by one running request, or cached, exactly once."""
+        """Every page of a rank is free, owned by one running request, lent, or cached, exactly
+        once."""
+        lent, blocks = self.lent()
         for rank, pages in enumerate(self.ranks):
-            held = list(pages.pool.free_pages())
+            held = [*pages.pool.free_pages(), *lent]
             cached = pages.prefix.check() if pages.prefix else frozenset()
             held += cached
             here = [r for r in self.scheduler.running if r.group == rank]
             assert pages.num_running == len(here)
             if pages.snapshots is not None:
-                pages.snapshots.check(here)
+                pages.snapshots.check([*here, *map(Brings, blocks)])
             for request in here:
                 assert set(request.pages[: request.num_shared]) <= cached
                 held += request.pages[request.num_shared :]

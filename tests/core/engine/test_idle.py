@@ -34,6 +34,15 @@ class Idle:
         return Stats(pages_total=1)
 
 
+class NoDesk:
+    """Nobody asks for pages."""
+
+    busy, counts = False, {}
+
+    def poll(self):
+        return []
+
+
 @pytest.fixture
 def running(monkeypatch):
     """A loop over an idle engine, and where to send it messages. A quarter of a second is long."""
@@ -45,7 +54,7 @@ def running(monkeypatch):
         bound.bind(f"inproc://{name}")
         other.connect(f"inproc://{name}")
     engine = Idle(5)
-    thread = threading.Thread(target=loop.EngineLoop(engine, inbox, outbox).run)
+    thread = threading.Thread(target=loop.EngineLoop(engine, inbox, outbox, NoDesk()).run)
     thread.start()
     yield engine, to
     to.send(encoder.encode(Stop()))

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.kv import host_transfer
 from ds_runtime.kv.caches import allocate
-from ds_runtime.kv.host_transfer import HostTransfer
 from ds_runtime.kv.keys import Origin, page_keys
 from ds_runtime.kv.pages import PagePool
-from ds_runtime.kv.transfer import MOST_BYTES, Blocks, Description, TransferError
+from ds_runtime.kv.transfer import host
+from ds_runtime.kv.transfer.host import HostTransfer
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.platform.kv_transfer import MOST_BYTES, CacheBlocks, Description, TransferError
 from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
@@ -53,7 +53,9 @@ def blocks_of_both(draw):
     pages = draw(st.lists(st.integers(0, PAGES - 1), unique=True, max_size=PAGES))
     states = draw(st.lists(st.integers(0, STATES - 1), unique=True, max_size=STATES))
     there = [draw(st.integers(0, PAGES - 1)) for _ in pages]
-    return Blocks(pages, states), Blocks(there, [draw(st.integers(0, STATES - 1)) for _ in states])
+    return CacheBlocks(pages, states), CacheBlocks(
+        there, [draw(st.integers(0, STATES - 1)) for _ in states]
+    )
 
 
 def assert_read(own, before, others, local, remote):
@@ -86,7 +88,7 @@ def test_no_page_is_lost_when_either_side_ends(when, who):
     if when == "before":
         gone.close()
     pages = pool.alloc(3)
-    ticket = here.read("there", Blocks(pages), Blocks([0, 1, 2]), "r")
+    ticket = here.read("there", CacheBlocks(pages), CacheBlocks([0, 1, 2]), "r")
     if when == "begun":
         gone.close()
     polled = here.poll()
@@ -106,7 +108,7 @@ def test_no_page_is_lost_when_either_side_ends(when, who):
 def test_a_read_that_was_given_up_writes_nothing():
     here, _, own, _ = pair()
     before = [cache.clone() for cache in own]
-    kept, given_up = (here.read("there", Blocks([n]), Blocks([0]), "r") for n in (1, 2))
+    kept, given_up = (here.read("there", CacheBlocks([n]), CacheBlocks([0]), "r") for n in (1, 2))
     here.release(given_up)
     assert here.poll() == ([kept], [], [])
     assert all(torch.equal(a[2], b[2]) for a, b in zip(own[:3], before, strict=False))
@@ -125,11 +127,11 @@ def test_a_read_that_was_given_up_writes_nothing():
 def test_a_read_of_what_is_not_there_is_refused(local, remote, said):
     here, *_ = pair()
     with pytest.raises(TransferError, match=said):
-        here.read("there", Blocks(local), Blocks(remote), "r")
+        here.read("there", CacheBlocks(local), CacheBlocks(remote), "r")
     with pytest.raises(TransferError, match="state 3 there: there are 3"):
-        here.read("there", Blocks(states=[0]), Blocks(states=[STATES]), "r")
+        here.read("there", CacheBlocks(states=[0]), CacheBlocks(states=[STATES]), "r")
     with pytest.raises(TransferError, match="'nobody' is not attached"):
-        here.read("nobody", Blocks([0]), Blocks([0]), "r")
+        here.read("nobody", CacheBlocks([0]), CacheBlocks([0]), "r")
     assert here.poll() == ([], [], [])
 
 
@@ -169,7 +171,8 @@ def test_a_peer_with_fewer_pages_than_it_said_fails_the_read_alone():
     here.attach(msgspec.msgpack.encode(msgspec.structs.replace(said, pages=10**12)))
     before = next(iter(own)).clone()
     bad, good = (
-        here.read("there", Blocks([mine]), Blocks([its]), "r") for mine, its in ((0, 5000), (1, 2))
+        here.read("there", CacheBlocks([mine]), CacheBlocks([its]), "r")
+        for mine, its in ((0, 5000), (1, 2))
     )
     polled = here.poll()
     assert polled.finished == [good]
@@ -178,7 +181,7 @@ def test_a_peer_with_fewer_pages_than_it_said_fails_the_read_alone():
 
 
 def test_notices_that_nobody_takes_are_bounded(monkeypatch):
-    monkeypatch.setattr(host_transfer, "MOST_NOTICES", 3)
+    monkeypatch.setattr(host, "MOST_NOTICES", 3)
     here, there, *_ = pair()
     for _ in range(3):
         here.notify("there", b"done")
@@ -226,6 +229,8 @@ def test_a_root_depends_on_everything_that_bytes_depend_on():
         replace(ORIGIN, salt="a"),
         replace(ORIGIN, adapter="a", salt="b"),
         replace(ORIGIN, adapter="ab"),
+        replace(ORIGIN, shard=(0, 2)),
+        replace(ORIGIN, shard=(1, 2)),
     ]
     roots = {one.root() for one in (ORIGIN, *others)}
     assert len(roots) == len(others) + 1 and replace(ORIGIN).root() == ORIGIN.root()

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_page_transfer import CPU, FACTS, GROUPS, PAGES, STATES, assert_read, blocks_of_both
 
-from ds_runtime.kv import mailbox, pieces, socket_transfer
 from ds_runtime.kv.caches import allocate
-from ds_runtime.kv.pieces import Hello, Notice, Piece, Read, Stopped, Taken, Words
-from ds_runtime.kv.shared_memory import Offered, open_shared, share
-from ds_runtime.kv.socket_transfer import SocketTransfer
-from ds_runtime.kv.transfer import Blocks, Description, TransferError
+from ds_runtime.kv.transfer import mailbox, pieces, sockets
+from ds_runtime.kv.transfer.pieces import Greeting, Notice, PageBytes, Read, Stopped, Taken, Words
+from ds_runtime.kv.transfer.shared_memory import Offered, open_shared, share
+from ds_runtime.kv.transfer.sockets import SocketTransfer
 from ds_runtime.ops.contracts.caches import LaidGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.platform.kv_transfer import CacheBlocks, Description, TransferError
 from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
@@ -34,7 +34,7 @@ WAYS = ("shared memory", "unix socket", "tcp")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A read takes many pieces."""
-    monkeypatch.setattr(socket_transfer, "PIECE", 100)
+    monkeypatch.setattr(sockets, "PIECE", 100)
 
 
 def made(folder, way="shared memory", seed=0, origin=b"same"):
@@ -73,9 +73,10 @@ def pair(folder, way="shared memory"):
         there.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "page-locked shared memory", "page-locked tcp"])
 def test_blocks_come_byte_for_byte(tmp_path, way):
-    with pair(tmp_path, way) as (here, there, own, others):
+    with pair(tmp_path, way.removeprefix("page-locked ")) as (here, there, own, others):
+        here._locked = there._locked = way.startswith("page-locked")
 
         @given(blocks=st.lists(blocks_of_both(), min_size=1, max_size=3))
         @settings(max_examples=examples(25), deadline=None)
@@ -87,7 +88,7 @@ def test_blocks_come_byte_for_byte(tmp_path, way):
                 assert_read(own, before, others, local, remote)
 
         reads()
-        assert (here._open[there.name].theirs is not None) == (way == "shared memory")
+        assert (here._open[there.name].theirs is not None) == way.endswith("shared memory")
         polled(there, here, until=lambda _: len(there._open[here.name].free) == pieces.SLOTS)
         assert sorted(there._open[here.name].free) == list(range(pieces.SLOTS))
 
@@ -96,8 +97,8 @@ def test_both_read_at_once_and_many_reads_end_in_turn(tmp_path):
     with pair(tmp_path) as (here, there, own, others):
         before = [cache.clone() for cache in own], [cache.clone() for cache in others]
         there.attach(here.describe())
-        mine = [here.read(there.name, Blocks([n]), Blocks([n]), "a") for n in (0, 1, 2)]
-        its = [there.read(here.name, Blocks([n]), Blocks([n]), "b") for n in (3, 4)]
+        mine = [here.read(there.name, CacheBlocks([n]), CacheBlocks([n]), "a") for n in (0, 1, 2)]
+        its = [there.read(here.name, CacheBlocks([n]), CacheBlocks([n]), "b") for n in (3, 4)]
         found = ([], [])
         while len(found[0]) < 3 or len(found[1]) < 2:
             found[0].extend(polled(here, until=lambda _: True).finished)
@@ -109,12 +110,12 @@ def test_both_read_at_once_and_many_reads_end_in_turn(tmp_path):
 
 def test_a_read_that_was_given_up_writes_nothing_more(tmp_path):
     with pair(tmp_path) as (here, there, own, _):
-        given_up = here.read(there.name, Blocks(range(PAGES)), Blocks(range(PAGES)), "a")
+        given_up = here.read(there.name, CacheBlocks(range(PAGES)), CacheBlocks(range(PAGES)), "a")
         for _ in range(3):
             here.poll(), there.poll()
         here.release(given_up)
         before = [cache.clone() for cache in own]
-        ticket = here.read(there.name, Blocks(states=[0]), Blocks(states=[1]), "b")
+        ticket = here.read(there.name, CacheBlocks(states=[0]), CacheBlocks(states=[1]), "b")
         assert polled(here, there) == ([ticket], [], [])
         assert all(torch.equal(a, b) for a, b in zip(own[:3], before, strict=False))
         polled(there, here, until=lambda _: len(there._open[here.name].free) == pieces.SLOTS)
@@ -194,12 +195,12 @@ def fails_reads(tmp_path, when, how):
         if when == "begun":
             assert pipe.recv_bytes() == b"stalls"
         if when == "ended":
-            here.read(name, Blocks([0]), Blocks([0]), "r")
+            here.read(name, CacheBlocks([0]), CacheBlocks([0]), "r")
             assert len(polled(here).finished) == 1
         if when in ("met", "ended"):
             os.kill(child.pid, how)
         begin = time.monotonic()
-        ticket = here.read(name, Blocks([1, 2]), Blocks([0, 1]), "r")
+        ticket = here.read(name, CacheBlocks([1, 2]), CacheBlocks([0, 1]), "r")
         if when == "begun":
             os.kill(child.pid, how)
         found = polled(here)
@@ -208,11 +209,11 @@ def fails_reads(tmp_path, when, how):
         (_, why), *_ = found.failed
         assert why.startswith(f"peer {name!r} ") and ("left" in why or "did not answer" in why)
         with pytest.raises(TransferError, match="is not attached, or gone"):
-            here.read(name, Blocks([0]), Blocks([0]), "r")
+            here.read(name, CacheBlocks([0]), CacheBlocks([0]), "r")
         with process(tmp_path) as (_, again, _):
             other = here.attach(again)
             assert other != name, "one that is restarted is another"
-            ticket = here.read(other, Blocks([1, 2]), Blocks([0, 1]), "r")
+            ticket = here.read(other, CacheBlocks([1, 2]), CacheBlocks([0, 1]), "r")
             assert polled(here) == ([ticket], [], [])
     here.close()
 
@@ -243,7 +244,7 @@ class Liar:
         here_said = msgspec.msgpack.decode(here.describe(), type=Description)
         where = msgspec.msgpack.decode(here_said.where, type=mailbox.Where)
         self.mail.open(here.name, where)
-        self.say(Hello(self.other.describe()))
+        self.say(Greeting(self.other.describe()))
 
     def say(self, message) -> None:
         self.mail.send(self.here.name, message)
@@ -265,7 +266,7 @@ class Liar:
 def liar(tmp_path):
     here, own = made(tmp_path, "unix socket")
     one = Liar(here, tmp_path)
-    one.hears(Hello)
+    one.hears(Greeting)
     one.own = own
     yield one
     one.other.close()
@@ -284,11 +285,11 @@ def test_a_read_of_what_is_not_there_is_stopped(liar, pages, states, shared, sai
     liar.say(Read(7, pages, states, shared))
     assert liar.hears(Stopped) == Stopped(7, said)
     liar.say(Read(8, [0], [], False))
-    assert liar.hears(Piece).number == 8, "and the others go on"
+    assert liar.hears(PageBytes).number == 8, "and the others go on"
 
 
 def test_reads_and_slots_of_a_peer_are_bounded(liar, monkeypatch):
-    monkeypatch.setattr(socket_transfer, "MOST_READS", 3)
+    monkeypatch.setattr(sockets, "MOST_READS", 3)
     for number in range(5):
         liar.say(Read(number, [*range(PAGES)] * 20, [], False))
     assert liar.hears(Stopped).why == "3 reads are under way: that is the limit"
@@ -298,7 +299,7 @@ def test_reads_and_slots_of_a_peer_are_bounded(liar, monkeypatch):
     assert peer.free == [] and len(peer.serving) == 3, "nobody takes pieces, so no more are made"
     for _ in range(9):
         liar.say(Taken(0))
-    liar.hears(Piece)
+    liar.hears(PageBytes)
     for _ in range(5):
         liar.here.poll()
     assert len(peer.free) <= 1 and len({*peer.free}) == len(peer.free)
@@ -308,22 +309,22 @@ def test_reads_and_slots_of_a_peer_are_bounded(liar, monkeypatch):
 @pytest.mark.parametrize("size", [0, 1, 99])
 def test_another_piece_than_was_due_fails_the_read_alone(liar, index, size):
     before = [cache.clone() for cache in liar.own]
-    ticket = liar.here.read(liar.name, Blocks([0, 1]), Blocks([0, 1]), "r")
+    ticket = liar.here.read(liar.name, CacheBlocks([0, 1]), CacheBlocks([0, 1]), "r")
     asked = liar.hears(Read)
-    liar.say(Piece(asked.number, index, 0, bytes(size)))
+    liar.say(PageBytes(asked.number, index, 0, bytes(size)))
     found = polled(liar.here)
     assert found == ([], [(ticket, f"peer {liar.name!r} sent another piece than was due")], [])
     assert all(torch.equal(a, b) for a, b in zip(liar.own, before, strict=True))
 
 
 def test_a_piece_that_is_too_short_fails_the_read_alone(liar):
-    ticket = liar.here.read(liar.name, Blocks([0, 1]), Blocks([0, 1]), "r")
-    liar.say(Piece(liar.hears(Read).number, 0, 0, bytes(3)))
+    ticket = liar.here.read(liar.name, CacheBlocks([0, 1]), CacheBlocks([0, 1]), "r")
+    liar.say(PageBytes(liar.hears(Read).number, 0, 0, bytes(3)))
     assert [t for t, _ in polled(liar.here).failed] == [ticket]
 
 
 def test_pieces_that_nobody_awaits_are_given_back(liar):
-    liar.say(Piece(99, 0, 2, bytes(3)))
+    liar.say(PageBytes(99, 0, 2, bytes(3)))
     assert liar.hears(Taken) == Taken(2)
 
 
@@ -341,7 +342,7 @@ def test_what_is_no_message_is_no_crash(tmp_path_factory, data):
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa4Read", b"\xa2\xff\xfe"])
 def test_a_peer_that_speaks_no_words_is_lost(liar, data):
-    ticket = liar.here.read(liar.name, Blocks([0]), Blocks([0]), "r")
+    ticket = liar.here.read(liar.name, CacheBlocks([0]), CacheBlocks([0]), "r")
     liar.raw(data)
     found = polled(liar.here)
     assert found.lost == [liar.name]
@@ -353,19 +354,19 @@ def test_numbers_and_lengths_have_bounds():
         Read(1, [-1], [], False),
         Read(1, [1 << 41], [], False),
         Read(1, [0] * ((1 << 16) + 1), [], False),
-        Piece(1, 0, pieces.SLOTS),
+        PageBytes(1, 0, pieces.SLOTS),
         Taken(-1),
         Stopped(1, "x" * 501),
         Notice(bytes((1 << 18) + 1)),
-        Hello(b"", Offered(1, 1, 1 << 35, bytes(32))),
-        Hello(b"", Offered(1, 1, 1, bytes(31))),
+        Greeting(b"", Offered(1, 1, 1 << 35, bytes(32))),
+        Greeting(b"", Offered(1, 1, 1, bytes(31))),
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Words)
 
 
 def test_notices_that_nobody_takes_end_with_their_peer(liar, monkeypatch):
-    monkeypatch.setattr(socket_transfer, "MOST_NOTICES", 3)
+    monkeypatch.setattr(sockets, "MOST_NOTICES", 3)
     for _ in range(5):
         liar.say(Notice(b"x"))
     found = polled(liar.here, until=lambda found: found.lost)
@@ -381,7 +382,7 @@ def test_strangers_are_not_heard(tmp_path):
     for one, socket in zip((here, there), sockets, strict=True):
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(one._mail.where.address)
-        for message in (Read(1, [0], [], False), Notice(b"x"), Hello(here.describe())):
+        for message in (Read(1, [0], [], False), Notice(b"x"), Greeting(here.describe())):
             socket.send(msgspec.msgpack.encode(message))
         socket.send(b"\xc1")
     for _ in range(50):
@@ -395,7 +396,7 @@ def test_strangers_are_not_heard(tmp_path):
 
 
 def test_peers_are_bounded_and_of_one_origin(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket_transfer, "MOST_PEERS", 1)
+    monkeypatch.setattr(sockets, "MOST_PEERS", 1)
     here, _ = made(tmp_path)
     other, _ = made(tmp_path, origin=b"another")
     with pytest.raises(TransferError, match="mean nothing here"):
@@ -405,7 +406,7 @@ def test_peers_are_bounded_and_of_one_origin(tmp_path, monkeypatch):
     with pytest.raises(TransferError, match="1 peers are attached: that is the limit"):
         here.attach(second.describe())
     nowhere = msgspec.msgpack.decode(second.describe(), type=Description)
-    monkeypatch.setattr(socket_transfer, "MOST_PEERS", 9)
+    monkeypatch.setattr(sockets, "MOST_PEERS", 9)
     for where in (b"", msgspec.msgpack.encode(mailbox.Where("inproc://x"))):
         lost = msgspec.structs.replace(nowhere, where=where)
         with pytest.raises(TransferError, match="does not say where it is"):

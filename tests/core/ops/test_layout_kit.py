@@ -203,6 +203,7 @@ def test_copies_run_beside_and_in_order():
     waits."""
     copies, streams = TorchPageCopies(torch.device("cpu")), Streams()
     copies._runtime, copies._stream = streams, streams.Stream(None)
+    copies._numbers = torch.tensor  # nothing is page-locked here
     caches = [good(4, FACTS, torch.device("cpu")) for _ in range(3)]
     host = torch.zeros(1, 4 * WIDTH * 4, dtype=torch.uint8)
     queued = copies.load([LayerBlocks(c, own(), (1,), host) for c in caches])

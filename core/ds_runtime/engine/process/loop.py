@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import zmq
+from msgspec.structs import replace
 
 from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
@@ -33,28 +35,32 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.start import start_engine, tell
 from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
 from ds_runtime.errors import RequestError
+from ds_runtime.kv.transfer.asked import HoldPages, PullPages
+from ds_runtime.kv.transfer.desk import Desk
 
 _STATS_SECONDS = 0.25
 _IDLE = 1000  # milliseconds without work before anything is prepared
+_TURN = 1  # between looks at pages that are handed over
 
 
 class EngineLoop:
-    """Moves messages between two sockets and an engine until it is told to stop."""
+    """Moves messages between two sockets and an engine, and pages between it and others, until it
+    is told to stop."""
 
-    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-        self.engine = engine
-        self._inbox = inbox
-        self._outbox = outbox
+    def __init__(
+        self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], desk: Desk
+    ) -> None:
+        self.engine, self.desk = engine, desk
+        self._inbox, self._outbox = inbox, outbox
         self._stopped = False
         self._stats_due = 0.0
-        self._told_idle = False
         self._profiler = Profiler()
 
     def run(self) -> None:
         """Until a Stop message."""
         while not self._stopped:
             self._receive()
-            messages = self.engine.step()
+            messages = [*self.engine.step(), *self.desk.poll()]
             if messages:  # one write for a whole step
                 self._outbox.send(encoder.encode(messages))
             self._tell_stats()
@@ -68,15 +74,11 @@ class EngineLoop:
         nothing to prepare."""
         if not self.engine.has_work:
             idle = _IDLE
-            while not self._inbox.poll(idle) and self.engine.prepare():
+            while not (self.desk.busy or self._inbox.poll(idle)) and self.engine.prepare():
                 idle = 0
-            self._inbox.poll()
-        while True:
-            try:
-                data = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(decode_to_engine.decode(data))
+            self._inbox.poll(_TURN if self.desk.busy else None)
+        while self._inbox.poll(0):
+            self._take(decode_to_engine.decode(self._inbox.recv()))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
@@ -92,43 +94,42 @@ class EngineLoop:
             self._profile(message)
         elif isinstance(message, Adapt):
             self._adapt(message)
+        elif isinstance(message, HoldPages | PullPages):
+            self.desk.take(message)
         elif isinstance(message, Stop):
             self._stopped = True
 
     def _submit(self, submit: Submit) -> None:
-        failed = self.engine.submit(submit)
-        if failed is not None:
+        if (failed := self.engine.submit(submit)) is not None:
             self.emit(failed)
 
     def _profile(self, message: Profile) -> None:
-        try:
-            profiler, path = self._profiler, ""
-            if message.folder is None:
-                path = profiler.stop()
-            else:
-                profiler.start(message.folder)
-        except RequestError as e:
-            self.emit(Profiled(message.token, refused=str(e)))
-        else:
-            self.emit(Profiled(message.token, path))
+        stop, start = self._profiler.stop, self._profiler.start
+        path, refused = _tried(stop) if message.folder is None else _tried(start, message.folder)
+        self.emit(Profiled(message.token, path or "", refused))
 
     def _adapt(self, message: Adapt) -> None:
-        refused = ""
-        try:
-            if message.folder is None:
-                self.engine.unload_adapter(message.name)
-            else:
-                self.engine.load_adapter(message.name, message.folder)
-        except RequestError as e:
-            refused = str(e)
-        self.emit(Adapted(message.token, self.engine.adapters.names, refused))
+        named, engine = message.name, self.engine
+        if message.folder is None:
+            _, refused = _tried(engine.unload_adapter, named)
+        else:
+            _, refused = _tried(engine.load_adapter, named, message.folder)
+        self.emit(Adapted(message.token, engine.adapters.names, refused))
 
     def _tell_stats(self) -> None:
         """A few times a second, and once more when the last request has left."""
         now = time.monotonic()
-        if now >= self._stats_due or not self.engine.has_work:
+        if now >= self._stats_due or not (self.engine.has_work or self.desk.busy):
             self._stats_due = now + _STATS_SECONDS
-            self.emit(self.engine.stats())
+            self.emit(replace(self.engine.stats(), **self.desk.counts))
+
+
+def _tried(do: Callable[..., str | None], *args: str) -> tuple[str | None, str]:
+    """What it returns, and why it was refused."""
+    try:
+        return do(*args), ""
+    except RequestError as e:
+        return None, str(e)
 
 
 def serve(spec: RankSpec) -> None:
@@ -139,10 +140,11 @@ def serve(spec: RankSpec) -> None:
     engine: Engine | None = None
     try:
         engine = start_engine(spec)
-        loop = EngineLoop(engine, inbox, outbox)
+        loop = EngineLoop(engine, inbox, outbox, desk_of(engine, ipc(spec.folder, "pages")))
         loop.emit(ready(engine))
         loop.emit(engine.stats())  # what the start has counted
         loop.run()
+        loop.desk.close()
         engine.close()
     except BaseException as e:
         if engine is not None and engine.leader is not None:
@@ -154,6 +156,12 @@ def serve(spec: RankSpec) -> None:
         raise
     finally:
         context.destroy(linger=500)
+
+
+def desk_of(engine: Engine, address: str) -> Desk:
+    """Where pages of an engine are handed over."""
+    groups, find = engine.scheduler.holdings.groups, engine.adapters.find
+    return Desk(engine.assembly, engine.runner, groups, find, address)
 
 
 def ready(engine: Engine) -> Ready:

@@ -14,6 +14,7 @@ from ds_runtime.engine.messages import (
     Abort,
     Adapt,
     Adapted,
+    Answer,
     Dead,
     Failed,
     Flush,
@@ -31,6 +32,7 @@ from ds_runtime.engine.messages import (
 )
 from ds_runtime.engine.process.transport import bind_pull, connect_push
 from ds_runtime.errors import DsRuntimeError, EngineDeadError, RequestError
+from ds_runtime.kv.transfer.asked import HoldPages, PagesHeld, PagesPulled, PullPages
 from ds_runtime.server.errors import DrainingError, NotReadyError
 from ds_runtime.server.http.turns import Turns, joined
 
@@ -136,7 +138,7 @@ class EngineClient:
         self._turn: asyncio.TimerHandle | None = None  # the next, where one waits for it
         self._changed = asyncio.Event()
         self._flights: dict[str, Flight] = {}
-        self._answers: dict[str, asyncio.Future[Flushed | Profiled | Adapted]] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def start(self) -> None:
@@ -262,6 +264,24 @@ class EngineClient:
         if answer.refused:
             raise RequestError(answer.refused, "lora_name" if folder is None else "lora_path")
 
+    async def hold(self, message: HoldPages, timeout: float = 60.0) -> bytes:
+        """Hold pages of a prompt for another engine; the offer that it needs. RequestError where
+        nothing can be held."""
+        answer = await self._ask(message, timeout)
+        assert isinstance(answer, PagesHeld)
+        if answer.refused:
+            raise RequestError(answer.refused)
+        return answer.offer
+
+    async def pull(self, message: PullPages, timeout: float = 600.0) -> int:
+        """Read pages that another engine holds; how many tokens of the prompt are cached then.
+        RequestError where none came; nothing has changed then."""
+        answer = await self._ask(message, timeout)
+        assert isinstance(answer, PagesPulled)
+        if answer.refused:
+            raise RequestError(answer.refused)
+        return answer.tokens
+
     def tell_adapter(self, name: str, folder: str | None) -> None:
         """The same without an answer, for an engine that others have gone ahead of."""
         self._send(Adapt(name, folder))
@@ -276,8 +296,8 @@ class EngineClient:
                 self._send(Adapt(name, folder))
 
     async def _ask(
-        self, message: Flush | Profile | Adapt, timeout: float
-    ) -> Flushed | Profiled | Adapted:
+        self, message: Flush | Profile | Adapt | HoldPages | PullPages, timeout: float
+    ) -> Answer:
         self.require()
         future = self._answers[message.token] = self._loop.create_future()
         self._send(message)
@@ -360,7 +380,7 @@ class EngineClient:
                     flight.put(message.error)
             case Stats():
                 self.stats = message
-            case Flushed() | Profiled() | Adapted():
+            case Flushed() | Profiled() | Adapted() | PagesHeld() | PagesPulled():
                 if isinstance(message, Adapted):
                     self.adapters = message.adapters
                 future = self._answers.get(message.token)

@@ -16,15 +16,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ds_runtime.kv.mailbox import Mailbox, Where
-from ds_runtime.kv.pieces import (
+from ds_runtime.kv.transfer.mailbox import Mailbox, Where
+from ds_runtime.kv.transfer.pieces import (
     PIECE,
     SLOTS,
+    BlockRange,
     Cancel,
-    Hello,
+    Greeting,
     Notice,
-    Part,
-    Piece,
+    PageBytes,
     Read,
     Stopped,
     Taken,
@@ -32,12 +32,13 @@ from ds_runtime.kv.pieces import (
     pieces_of,
     placed,
 )
-from ds_runtime.kv.shared_memory import Slots, open_shared, share
-from ds_runtime.kv.transfer import (
+from ds_runtime.kv.transfer.shared_memory import Slots, open_shared, share
+from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.platform.kv_transfer import (
     MOST_BLOCKS,
     MOST_BYTES,
     MOST_NOTICES,
-    Blocks,
+    CacheBlocks,
     Description,
     Polled,
     Ticket,
@@ -45,7 +46,6 @@ from ds_runtime.kv.transfer import (
     TransferError,
     check_notice,
 )
-from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.page_copies import Copying, PageCopies
 
 MOST_PEERS = 64
@@ -53,23 +53,23 @@ MOST_READS = 64  # of one peer
 
 
 @dataclass(slots=True)
-class _Serving:
+class _Giving:
     """A peer's read of blocks that are here."""
 
     number: int
-    blocks: Blocks
+    blocks: CacheBlocks
     shared: bool
-    pieces: Iterator[list[Part]]
+    pieces: Iterator[list[BlockRange]]
     index: int = 0
 
 
 @dataclass(slots=True)
 class _Saving:
-    """A piece that is on its way into a slot."""
+    """A piece that is on its way to host memory, and from there into a shared slot."""
 
-    piece: Piece
-    length: int
-    shared: bool
+    piece: PageBytes
+    host: Tensor
+    shared: Tensor | None
     layers: int
     copying: Copying
 
@@ -79,11 +79,11 @@ class _Reading:
     """A read of a peer's blocks. next: the piece that is due, None behind the last."""
 
     ticket: Ticket
-    local: Blocks
-    remote: Blocks
-    pieces: Iterator[list[Part]]
+    local: CacheBlocks
+    remote: CacheBlocks
+    pieces: Iterator[list[BlockRange]]
     index: int = 0
-    next: list[Part] | None = None
+    next: list[BlockRange] | None = None
     landing: deque[tuple[int, int, Copying]] = field(default_factory=deque)  # slot, layers
 
 
@@ -97,7 +97,7 @@ class _Peer:
     met: bool = False
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     buffers: dict[int, Tensor] = field(default_factory=dict)
-    serving: deque[_Serving] = field(default_factory=deque)
+    serving: deque[_Giving] = field(default_factory=deque)
     saving: deque[_Saving] = field(default_factory=deque)
     reading: dict[int, _Reading] = field(default_factory=dict)
 
@@ -117,6 +117,7 @@ class SocketTransfer(Transfer):
     def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
         """As KvTransfer. Raises TransferError where the address cannot be had."""
         super().register(caches, pages, states, copies)
+        self._locked = copies.buffer(1, 1).is_pinned()  # then shared memory is slow for the device
         self._size = max(PIECE, *(region.size for region in self.layers.regions), 0)
         self._mail = Mailbox(self.name, self._address, self._size + 16 * MOST_BLOCKS + MOST_BYTES)
 
@@ -141,9 +142,9 @@ class SocketTransfer(Transfer):
         self._mail.open(said.name, where, heard)
         own = share(self._size, SLOTS) if self._shares else None
         self._peers[said.name], self._open[said.name] = said, _Peer(own)
-        self._mail.send(said.name, Hello(self.describe(), own.offered if own else None))
+        self._mail.send(said.name, Greeting(self.describe(), own.offered if own else None))
 
-    def read(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+    def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
         """As KvTransfer."""
         ticket, there = self.ticket(peer, local, remote, tag), self._open[peer]
         pieces = pieces_of(self.layers, local, self._size)
@@ -174,13 +175,13 @@ class SocketTransfer(Transfer):
     # ---- words of peers ----
 
     def _take(self, name: str, message: Words) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, Greeting):
             return self._greeted(name, message)
         if (peer := self._open.get(name)) is None:
             return
         if isinstance(message, Read):
             self._asked(name, peer, message)
-        elif isinstance(message, Piece):
+        elif isinstance(message, PageBytes):
             self._come(name, peer, message)
         elif isinstance(message, Taken):
             if message.slot not in peer.free and all(
@@ -197,7 +198,7 @@ class SocketTransfer(Transfer):
         else:
             self._lose(name, f"told more than {MOST_NOTICES} notices that nobody took", drop=True)
 
-    def _greeted(self, name: str, message: Hello) -> None:
+    def _greeted(self, name: str, message: Greeting) -> None:
         try:
             said = self.admit(message.description)
             if said.name != name:
@@ -215,7 +216,7 @@ class SocketTransfer(Transfer):
                 self._ask(name, peer, read)
 
     def _asked(self, name: str, peer: _Peer, message: Read) -> None:
-        blocks, why = Blocks(message.pages, message.states), ""
+        blocks, why = CacheBlocks(message.pages, message.states), ""
         if not self.holds(blocks):
             why = f"there are {self._pages} pages and {self._states} states"
         elif len(peer.serving) >= MOST_READS:
@@ -225,7 +226,7 @@ class SocketTransfer(Transfer):
         if why:
             return self._mail.send(name, Stopped(message.number, why))
         pieces = pieces_of(self.layers, blocks, self._size)
-        peer.serving.append(_Serving(message.number, blocks, message.shared, pieces))
+        peer.serving.append(_Giving(message.number, blocks, message.shared, pieces))
 
     # ---- blocks that peers read here ----
 
@@ -236,19 +237,21 @@ class SocketTransfer(Transfer):
                 peer.serving.popleft()
                 continue
             slot = peer.free.pop()
-            host = peer.own[slot] if read.shared and peer.own else self._buffer(peer, slot)
+            shared = peer.own[slot] if read.shared and peer.own else None
+            host = self._buffer(peer, slot) if shared is None or self._locked else shared
             found = placed(self.layers, piece, read.blocks, host)
             assert found is not None, "a piece is larger than its slot"
             length = sum(one.host.numel() for one in found)
-            said, copying = Piece(read.number, read.index, slot), self._copies.save(found)
-            peer.saving.append(_Saving(said, length, read.shared, len(found), copying))
+            said, copying = PageBytes(read.number, read.index, slot), self._copies.save(found)
+            peer.saving.append(_Saving(said, host[:length], shared, len(found), copying))
             read.index += 1
         while peer.saving and peer.saving[0].copying.ended(peer.saving[0].layers - 1):
             saved = peer.saving.popleft()
             said = saved.piece
-            if not saved.shared:
-                held = self._buffer(peer, said.slot)[: saved.length]
-                said = msgspec.structs.replace(said, data=held.numpy().tobytes())
+            if saved.shared is None:
+                said = msgspec.structs.replace(said, data=saved.host.numpy().tobytes())
+            elif self._locked:
+                saved.shared[: len(saved.host)].copy_(saved.host)
             self._mail.send(name, said)
 
     def _buffer(self, peer: _Peer, slot: int) -> Tensor:
@@ -258,11 +261,13 @@ class SocketTransfer(Transfer):
 
     # ---- blocks that are read from peers ----
 
-    def _come(self, name: str, peer: _Peer, message: Piece) -> None:
+    def _come(self, name: str, peer: _Peer, message: PageBytes) -> None:
         read = peer.reading.get(message.number)
         if read is None:  # it was given up
             return self._mail.send(name, Taken(message.slot))
         host = peer.theirs[message.slot] if peer.theirs else _bytes(message.data)
+        if self._locked:
+            host = self._copies.buffer(1, len(host))[0].copy_(host)
         due, found = read.next, None
         if due is not None and message.index == read.index:
             found = placed(self.layers, due, read.local, host)

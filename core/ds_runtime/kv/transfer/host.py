@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ds_runtime.kv.transfer import (
+from ds_runtime.platform.kv_transfer import (
     MOST_NOTICES,
-    Blocks,
+    CacheBlocks,
     Polled,
     Ticket,
     Transfer,
@@ -20,8 +20,8 @@ from ds_runtime.kv.transfer import (
 class _Begun:
     ticket: Ticket
     peer: str
-    local: Blocks
-    remote: Blocks
+    local: CacheBlocks
+    remote: CacheBlocks
 
 
 class HostTransfer(Transfer):
@@ -44,7 +44,7 @@ class HostTransfer(Transfer):
             other._peers.setdefault(self.name, other.admit(self.describe()))
         return said.name
 
-    def read(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+    def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
         """As KvTransfer."""
         ticket = self.ticket(peer, local, remote, tag)
         self._reads.append(_Begun(ticket, peer, local, remote))

@@ -8,15 +8,17 @@ itself is plain data, and every number in it has a bound.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
-from torch import Tensor
 
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contracts.caches import Caches, LaidGroup
 from ds_runtime.platform.page_copies import LayerBlocks, PageCopies
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_BYTES = 1 << 18  # of a description, or of a notice
 MOST_BLOCKS = 1 << 16  # of one read
@@ -57,7 +59,7 @@ class Description(msgspec.Struct, frozen=True):
     where: bytes = b""
 
 
-class Blocks(NamedTuple):
+class CacheBlocks(NamedTuple):
     """Blocks by their numbers: of all history groups, and of all state groups."""
 
     pages: Sequence[int] = ()
@@ -97,7 +99,7 @@ class KvTransfer(Protocol):
         Raises TransferError for what is no description, or for blocks of another origin."""
         ...
 
-    def read(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+    def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
         """Begin to copy blocks `remote` of a peer to `local`. Raises TransferError for blocks that
         are not there."""
         ...
@@ -140,7 +142,7 @@ class Layers:
         """As a description has them."""
         return [Region(laid.group.name, n, laid.page_bytes) for laid, n, _ in self._all]
 
-    def numbers(self, layer: int, blocks: Blocks) -> Sequence[int]:
+    def numbers(self, layer: int, blocks: CacheBlocks) -> Sequence[int]:
         """Those of some blocks that are one layer's."""
         return self._all[layer][0].group.blocks(blocks.pages, blocks.states)
 
@@ -204,7 +206,7 @@ class Transfer:
             )
         return said
 
-    def ticket(self, peer: str, local: Blocks, remote: Blocks, tag: str) -> Ticket:
+    def ticket(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
         """A new one. Raises TransferError for a read of what is not there."""
         if (said := self._peers.get(peer)) is None:
             raise TransferError(f"peer {peer!r} is not attached, or gone")
@@ -224,7 +226,7 @@ class Transfer:
         self._count += 1
         return Ticket(self._count, tag)
 
-    def holds(self, blocks: Blocks) -> bool:
+    def holds(self, blocks: CacheBlocks) -> bool:
         """Whether a peer names blocks that are here."""
         pages, states = max(blocks.pages, default=-1), max(blocks.states, default=-1)
         return pages < self._pages and states < self._states

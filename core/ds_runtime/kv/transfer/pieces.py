@@ -9,15 +9,15 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from ds_runtime.kv.shared_memory import Offered
-from ds_runtime.kv.transfer import MOST_BYTES, Blocks, Count, Layers, Numbers
+from ds_runtime.kv.transfer.shared_memory import Offered
+from ds_runtime.platform.kv_transfer import MOST_BYTES, CacheBlocks, Count, Layers, Numbers
 from ds_runtime.platform.page_copies import LayerBlocks
 
 PIECE = 1 << 22  # bytes
 SLOTS = 4  # pieces that one reader has not taken yet
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class Greeting(msgspec.Struct, tag=True, frozen=True):
     """The first word to a peer. memory: for pieces that it reads here."""
 
     description: Annotated[bytes, Meta(max_length=MOST_BYTES)]
@@ -33,7 +33,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     shared: bool
 
 
-class Piece(msgspec.Struct, tag=True, frozen=True):
+class PageBytes(msgspec.Struct, tag=True, frozen=True):
     """A piece is in its slot, or here."""
 
     number: Count
@@ -67,10 +67,10 @@ class Notice(msgspec.Struct, tag=True, frozen=True):
     data: Annotated[bytes, Meta(max_length=MOST_BYTES)]
 
 
-Words = Hello | Read | Piece | Taken | Cancel | Stopped | Notice
+Words = Greeting | Read | PageBytes | Taken | Cancel | Stopped | Notice
 
 
-class Part(NamedTuple):
+class BlockRange(NamedTuple):
     """Blocks [first, last) of one layer's."""
 
     layer: int
@@ -78,9 +78,9 @@ class Part(NamedTuple):
     last: int
 
 
-def pieces_of(layers: Layers, blocks: Blocks, most: int) -> Iterator[list[Part]]:
+def pieces_of(layers: Layers, blocks: CacheBlocks, most: int) -> Iterator[list[BlockRange]]:
     """All blocks of all layers in pieces of `most` bytes at most: the same at both ends."""
-    piece, room = list[Part](), most
+    piece, room = list[BlockRange](), most
     for layer in range(len(layers)):
         first, size = 0, layers.size(layer)
         left = len(layers.numbers(layer, blocks))
@@ -89,14 +89,14 @@ def pieces_of(layers: Layers, blocks: Blocks, most: int) -> Iterator[list[Part]]
                 yield piece
                 piece, room = [], most
                 continue
-            piece.append(Part(layer, first, first + count))
+            piece.append(BlockRange(layer, first, first + count))
             first, left, room = first + count, left - count, room - count * size
     if piece:
         yield piece
 
 
 def placed(
-    layers: Layers, piece: list[Part], blocks: Blocks, host: Tensor
+    layers: Layers, piece: list[BlockRange], blocks: CacheBlocks, host: Tensor
 ) -> list[LayerBlocks] | None:
     """A piece's blocks and their bytes, one behind the other; None if these are fewer."""
     found, at = list[LayerBlocks](), 0

@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ds_runtime.kv.transfer import Count
+from ds_runtime.platform.kv_transfer import Count
 
 _HEAD = 4096  # bytes in front of the slots: the proof
 _PROOF = 32

@@ -14,11 +14,12 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from ds_runtime.kv.transfer import TransferError
+from ds_runtime.platform.kv_transfer import TransferError
 
 PATIENCE = 5.0  # seconds that a peer has for its first word
 _SIGN = 1000  # milliseconds between signs of life, which a thread of ZeroMQ's own gives
 _SILENCE = 4000  # and after which there is nobody
+_LOOK = 0.05  # seconds between looks at connections
 _FEW = 256  # messages that one connection holds, and that are read at a time
 
 
@@ -47,7 +48,7 @@ class Mailbox:
 
     def __init__(self, name: str, address: str, most: int) -> None:
         self._name, self._most, self._lines = name, most, dict[str, _Line]()
-        self._count = 0
+        self._count, self._looked = 0, 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = zmq.curve_keypair() if address.startswith("tcp://") else None
         self._inbox = self._socket(zmq.ROUTER)
@@ -125,9 +126,11 @@ class Mailbox:
     def lost(self) -> list[tuple[str, str]]:
         """Peers that are gone, and why; they are peers no more."""
         gone, now = list[tuple[str, str]](), time.monotonic()
+        looks = now >= self._looked + _LOOK  # engines ask between steps
+        self._looked = now if looks else self._looked
         for peer, line in self._lines.items():
             why = line.broken
-            if not why and line.monitor.poll(0):
+            if not why and looks and line.monitor.poll(0):
                 why = "has left, or cannot be reached any more"
             if not why and not line.heard and now > line.since + PATIENCE:
                 why = f"did not answer within {PATIENCE:.0f} s"

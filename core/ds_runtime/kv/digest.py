@@ -1,0 +1,68 @@
+"""A short name for the weights in a folder: what is alike in two places has the same one.
+
+Weights take minutes to read, so a digest is of all names, shapes and formats, of small tensors as a
+whole, and of three blocks of each large one. Whoever trains or rounds a checkpoint anew changes
+these. Someone who means to deceive changes other bytes: keys of pages are no proof of weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from ds_runtime.checkpoint.files import open_plain, read_bytes
+from ds_runtime.checkpoint.tensors import StoredTensor, read_header, tensors_of
+from ds_runtime.errors import CheckpointError
+
+_WHOLE = 64 << 10  # bytes of a tensor that are all read
+_BLOCK = 4 << 10  # bytes that are read in front, in the middle and at the end of another
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_ADAPTED = "adapter_model.safetensors"
+
+_known: dict[tuple[tuple[str, int, int], ...], str] = {}  # by names, sizes and times of files
+
+
+def weights_digest(folder: Path) -> str:
+    """Of a checkpoint and its config.json, or of an adapter: 64 hexadecimal digits. Files that have
+    not changed since are not read again. Raises CheckpointError."""
+    try:
+        return _of(folder)
+    except OSError as e:
+        raise CheckpointError(f"{folder}: its weights cannot be read for their digest: {e}") from e
+
+
+def _of(folder: Path) -> str:
+    if (folder / _ADAPTER).is_file():
+        said, entries = folder / _ADAPTER, read_header(folder / _ADAPTED)
+    else:
+        said, entries = folder / _CONFIG, tensors_of(folder)
+    files = {said, *(entry.file for entry in entries.values())}
+    held = [(file, file.stat()) for file in sorted(files)]
+    stamps = tuple((str(file), at.st_size, at.st_mtime_ns) for file, at in held)
+    if (known := _known.get(stamps)) is None:
+        known = _known[stamps] = _digest(read_bytes(said), entries)
+    return known
+
+
+def _digest(said: bytes, entries: Mapping[str, StoredTensor]) -> str:
+    found, files = hashlib.sha256(said), dict[Path, int]()
+    with ExitStack() as opened:
+        for name, entry in sorted(entries.items()):
+            if entry.file not in files:
+                files[entry.file] = opened.enter_context(open_plain(entry.file)).fileno()
+            found.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            for begin, size in _blocks(entry):
+                found.update(os.pread(files[entry.file], size, begin))
+    return found.hexdigest()
+
+
+def _blocks(entry: StoredTensor) -> list[tuple[int, int]]:
+    """Where its bytes are read: (offset in the file, number)."""
+    begin, size = entry.begin, entry.nbytes
+    if size <= _WHOLE:
+        return [(begin, size)]
+    return [(begin + at, _BLOCK) for at in (0, (size - _BLOCK) // 2, size - _BLOCK)]

@@ -1,0 +1,1 @@
+"""Blocks of caches that go from one engine to another."""
