@@ -52,11 +52,16 @@ class Source:
         return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *parts]})
 
     def _bounded(self, rules: OutputRules) -> str:
-        """Anything, behind a thought that ends in time."""
-        thought = self._at_most(rules, [self._added.get(CLOSE, 0)])
+        """Anything, behind a thought that ends in time. A call that begins inside ends it, too."""
+        calls = [self._added[text] for text in _CALLS if text in self._added]
+        thought = self._at_most(rules, [self._added.get(CLOSE, 0), *calls])
         opens = f"<[{self._added[OPEN]}]>"
         first = f"{opens}? thought" if rules.reasoning == "open" else f"({opens} thought)?"
         rest = "<[*]>*" if rules.reasoning == "open" else f"(<[^{self._added[OPEN]}]> <[*]>*)?"
+        if calls and rules.thinking_budget:
+            ends = ",".join(map(str, calls))
+            never = f"{self._added[CLOSE]},{ends}"
+            thought += f" | {_some(f'<[^{never}]>', rules.thinking_budget - 1)}<[{ends}]>"
         return f"start: {first} {rest}\nthought: {thought}\n"
 
     def _at_most(self, rules: OutputRules, never: Sequence[int]) -> str:
@@ -68,8 +73,7 @@ class Source:
                 "that its thinking could be counted between: leave it out",
             )
         token = f"<[^{','.join(map(str, never))}]>"
-        tokens = f"{token}{{0,{rules.thinking_budget}}} " if rules.thinking_budget else ""
-        return f"{tokens}<[{self._added[CLOSE]}]>"
+        return f"{_some(token, rules.thinking_budget or 0)}<[{self._added[CLOSE]}]>"
 
     def _answer(self, rules: OutputRules) -> dict[str, Any]:
         if rules.kind == "json_schema":
@@ -166,7 +170,12 @@ class Source:
         return f'{begin} {value} "\\n"'
 
 
+def _some(token: str, most: int) -> str:
+    return f"{token}{{0,{most}}} " if most else ""
+
+
 _PARAMETER_END = "</｜DSML｜parameter>"
+_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "｜DSML｜", "<tool_call>")
 # The block's name, and what stands in a call without arguments.
 _DSML = {"deepseekv32": ("function_calls", '"\\n" '), "deepseekv4": ("tool_calls", "")}
 _DEFINITIONS = ("$defs", "definitions")

@@ -176,3 +176,26 @@ def test_whatever_is_drawn_from_the_masks_is_a_call_that_fits(vocabulary, form):
         answer, ((name, arguments),) = read(form, text, "<｜Assistant｜></think>")
         assert not answer.content.strip(), number
         jsonschema.validate(arguments, PICK if name == "pick" else {"maxProperties": 0})
+
+
+@pytest.mark.parametrize("form", FAMILIES)
+@pytest.mark.parametrize("reasoning", ["open", "optional"])
+def test_a_budget_does_not_cut_a_call_that_begins_inside_thinking(tmp_path, form, reasoning):
+    vocabulary = Vocabulary(tmp_path, [*TOOL_TOKENS, "<think>", "</think>", "｜DSML｜"])
+    begun = "<think>" if reasoning == "optional" else ""
+    call = vocabulary.tokenizer.encode(f"{begun}hm" + written(form, ROME))
+    close = vocabulary.tokenizer.token_id("</think>")
+
+    def matcher(budget):
+        rules = OutputRules(reasoning=reasoning, thinking_budget=budget)
+        return vocabulary.compiler.compile(rules).matcher
+
+    whole = matcher(8)
+    assert all(whole.consume_token(t) for t in call) and whole.is_accepting()
+    for budget in range(3):
+        cut = matcher(budget)
+        for token in call[: budget + bool(begun)]:
+            assert cut.consume_token(token)
+        bits = np.unpackbits(np.frombuffer(cut.compute_bitmask(), np.uint8), bitorder="little")
+        again = [vocabulary.tokenizer.token_id("<think>")] if budget == 0 and not begun else []
+        assert np.flatnonzero(bits).tolist() == [*again, close]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import deepseek_recipe as recipe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,45 @@ CALLS = st.tuples(
 def test_what_the_encoding_writes_is_read_back(calls, reasoning, data):
     text = wrote(reasoning, "so", calls)
     assert read(text, anyhow(data, text), THINKS) == (reasoning, "so", calls)
+
+
+def theirs(text, cuts):
+    """The same by DeepSeek's own parser."""
+    tools = [{"type": "function", **t} for t in TOOLS[:1]]
+    turn = {"role": "user", "content": "q"}
+    body = {"model": "DeepSeek-V4-Pro", "messages": [turn], "tools": tools, "stream": True}
+    asked = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    generator = recipe.ChatCompletionRequest.chunk_generator(asked, "x", "y")
+    stream = recipe.StreamProcessor(generator, asked.parsing_options)
+    chunks = recipe.InferenceChunk
+    found = stream.push(chunks.ready())
+    for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        found += stream.push(chunks.text(text[begin:end], 1))
+    found += stream.push(chunks.finish(recipe.InferenceFinishReason.Stop))
+    found += [] if stream.finished else stream.finish()
+    said, calls = {"reasoning_content": "", "content": ""}, {}
+    for chunk in found:
+        for choice in json.loads(chunk.to_json())["choices"]:
+            delta = choice["delta"]
+            for name in said:
+                said[name] += delta.get(name) or ""
+            for part in delta.get("tool_calls") or ():
+                one = calls.setdefault(part["index"], {"name": "", "arguments": ""})
+                for name, more in part["function"].items():
+                    one[name] += more or ""
+    made = [(c["name"], json.loads(c["arguments"])) for _, c in sorted(calls.items())]
+    return said["reasoning_content"], said["content"], made
+
+
+WORDS = st.text(st.sampled_from("ab é<>{\"'1"), min_size=1, max_size=8).map(lambda t: f"s{t}o")
+
+
+@given(st.lists(CALLS, max_size=3), WORDS, WORDS, st.data())
+@settings(max_examples=150, deadline=None)
+def test_deepseek_s_own_parser_reads_the_same(calls, reasoning, content, data):
+    text = wrote(reasoning, content, calls)
+    cuts = anyhow(data, text)
+    assert read(text, cuts, THINKS) == theirs(text, cuts)
 
 
 def call(name, inner, block):
