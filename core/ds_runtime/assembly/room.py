@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ds_runtime.assembly.cache_blocks import CacheBlocks
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
@@ -29,6 +29,7 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.graph_sizes import prefill_graph_sizes, verifying_sizes
 from ds_runtime.ops.binding.pins import Pin
+from ds_runtime.ops.contracts.caches import CacheSizes
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 
 REQUESTS = 512  # that run at once where memory allows
@@ -36,9 +37,40 @@ REQUEST_TOKENS = 2048  # of each of them, at least, or its context
 STATIC = 0.9  # of the device, for weights and KV cache at most
 OTHERS = 10**9  # bytes: contexts of libraries, and what the allocator cannot give back
 KEPT = 0.6  # of the KV cache without second forms of weights, that these must leave
+SHARE = 15  # percent of the caches that snapshots take at most, if nobody says how many there are
 _DRAWN = 4  # float32 copies of a step's logits while tokens are drawn
 _NODES = 48 << 10  # bytes of the device that a captured step takes per layer
 _PEERS = 512 << 20  # bytes that a communicator of several ranks keeps
+
+
+class CacheBlocks(NamedTuple):
+    """How the memory of the caches is divided on one rank, by `plan` and the start alike. states: a
+    block for every request that runs, a spare one, and snapshots of these."""
+
+    pages: int
+    snapshots: int = 0
+    states: int = 0
+
+    @staticmethod
+    def of(
+        config: EngineConfig, sizes: CacheSizes, given: int, most: int | None = None
+    ) -> CacheBlocks:
+        """What `given` bytes hold, with `most` pages at most. No page where states take all."""
+        running = config.max_running_requests + 1 if sizes.state else 0
+
+        def pages(snapshots: int) -> int:
+            room = max(0, given - (running + snapshots) * sizes.state) // sizes.page
+            return room if most is None else min(room, most)
+
+        snapshots = 0
+        if sizes.state and not config.disable_radix_cache:
+            snapshots = config.state_snapshots or 0
+            if config.state_snapshots is None:
+                snapshots = max(0, SHARE * given) // (100 * sizes.state)
+                others = pages(snapshots) * sizes.page + running * sizes.state
+                rest = (100 - SHARE) * sizes.state
+                snapshots = min(snapshots, SHARE * others // rest)  # a share of what is kept
+        return CacheBlocks(pages(snapshots), snapshots, running + snapshots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_runtime.assembly.cache_blocks import CacheBlocks
 from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.assembly.room import kv_room, reserve
+from ds_runtime.assembly.room import CacheBlocks, kv_room, reserve
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError

@@ -14,10 +14,10 @@ import zmq
 
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel import leader as leader_module
-from ds_runtime.parallel.leader import Leader
-from ds_runtime.parallel.link import Cause, Hello
-from ds_runtime.parallel.link_end import is_free, numeric, secret
-from ds_runtime.parallel.member import Member
+from ds_runtime.parallel.link.end import is_free, numeric, secret
+from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.link.member import Member
+from ds_runtime.parallel.link.messages import Cause, Hello
 
 OWN = Hello(0, 3, '{"tp": 3}', "m")
 
@@ -274,9 +274,9 @@ def test_the_secret_of_a_file(tmp_path):
 
 
 def test_names_that_mean_this_machine_alone_are_refused(monkeypatch):
-    from ds_runtime.parallel import link_end
+    from ds_runtime.parallel.link import end
 
-    monkeypatch.setattr(link_end, "gethostbyname", {"here": "127.0.1.1", "h": "10.1.2.3"}.get)
+    monkeypatch.setattr(end, "gethostbyname", {"here": "127.0.1.1", "h": "10.1.2.3"}.get)
     with pytest.raises(ConfigError, match=r"--dist-init-addr here:5: here this name is 127.0.1.1"):
         Leader("tcp://here:5", OWN, differ, 1)
     assert numeric("tcp://h:5") == "tcp://10.1.2.3:5"

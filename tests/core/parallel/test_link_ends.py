@@ -12,9 +12,9 @@ from test_link import OWN, Word, differ, free_port, lives, others
 
 from ds_runtime.common.patience import WHOLE
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.parallel.leader import Leader
-from ds_runtime.parallel.link import Cause, Hello, report
-from ds_runtime.parallel.member import Member
+from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.link.member import Member
+from ds_runtime.parallel.link.messages import Cause, Hello, report
 
 MATES = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
 

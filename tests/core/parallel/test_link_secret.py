@@ -13,10 +13,10 @@ from test_link import Word, differ, free_port, lives, others
 from ds_runtime.common import patience
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel import member as member_module
-from ds_runtime.parallel.leader import Leader
-from ds_runtime.parallel.link import Hello
-from ds_runtime.parallel.link_end import secret
-from ds_runtime.parallel.member import Member
+from ds_runtime.parallel.link.end import secret
+from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.link.member import Member
+from ds_runtime.parallel.link.messages import Hello
 
 OWN = Hello(0, 2, '{"plan": "of seven layers"}', "m")
 MATE = msgspec.structs.replace(OWN, rank=1)

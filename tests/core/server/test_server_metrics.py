@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_harness import serving, until
 
 from ds_runtime.engine.messages import Stats, Tokens
-from ds_runtime.server.metrics import _STATS, EngineView, Metrics, Timer
+from ds_runtime.server.metrics import EngineView, Metrics, Timer
+from ds_runtime.server.observe.engine_metrics import STATS
 
 PLAN = {
     "digest": "abc",
@@ -120,7 +121,7 @@ def fake_ready():
 
 def test_no_figure_of_the_engine_is_forgotten():
     named = {"compilations"}  # has labels of its own
-    assert {field for field, *_ in _STATS} | named == set(Stats.__struct_fields__)
+    assert {field for field, *_ in STATS} | named == set(Stats.__struct_fields__)
 
 
 def test_an_engine_that_loads_or_died_is_not_up(fake_ready):

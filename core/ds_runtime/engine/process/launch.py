@@ -34,7 +34,7 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import NAME, SHOW_THREADS, UNGUARDED, rank_main
-from ds_runtime.parallel.link import Cause, report
+from ds_runtime.parallel.link.messages import Cause, report
 from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line

@@ -17,7 +17,7 @@ from ds_runtime.engine.process.failure import described, during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, EngineDeadError, UnsupportedError
-from ds_runtime.parallel.member import Member
+from ds_runtime.parallel.link.member import Member
 from ds_runtime.parallel.world import World
 
 

@@ -15,8 +15,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.config.ranks import check_secret
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
-from ds_runtime.parallel.link import Hello
-from ds_runtime.parallel.link_end import LinkKeys, is_free, secret
+from ds_runtime.parallel.link.end import LinkKeys, is_free, secret
+from ds_runtime.parallel.link.messages import Hello
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins

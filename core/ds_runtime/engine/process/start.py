@@ -16,7 +16,7 @@ from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.process.failure import bounded, described, during, leave
 from ds_runtime.engine.process.ranks import differences, join, start_runner
 from ds_runtime.engine.process.rankspec import RankSpec
-from ds_runtime.parallel.leader import Leader
+from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.platform.compilations import serving
 
 

@@ -11,7 +11,8 @@ import zmq
 
 from ds_runtime.common.patience import ENDING, REFUSED, WORD
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.parallel.link import (
+from ds_runtime.parallel.link.end import LinkEnd, LinkKeys
+from ds_runtime.parallel.link.messages import (
     BYE,
     ENDS,
     LEAVE,
@@ -22,7 +23,6 @@ from ds_runtime.parallel.link import (
     Lost,
     Welcome,
 )
-from ds_runtime.parallel.link_end import LinkEnd, LinkKeys
 
 _LOOK = 100  # milliseconds
 

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from ds_runtime._version import __version__
-from ds_runtime.parallel.link_end import LinkEnd, LinkKeys
+from ds_runtime.parallel.link.end import LinkEnd, LinkKeys
 
 LEAVE, BYE, SIGN_OF_LIFE, ENDS = b"", b",", b".", b"!"
 """What rank 0 says beside steps: others are to leave; it has left; it lives; all end, and behind it

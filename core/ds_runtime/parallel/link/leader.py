@@ -12,7 +12,8 @@ import zmq
 
 from ds_runtime.common.patience import LATE, LINGER, SIGN, WORD
 from ds_runtime.errors import ConfigError, DsRuntimeError, EngineDeadError
-from ds_runtime.parallel.link import (
+from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
+from ds_runtime.parallel.link.messages import (
     BYE,
     ENDS,
     LEAVE,
@@ -24,7 +25,6 @@ from ds_runtime.parallel.link import (
     RankPlace,
     Welcome,
 )
-from ds_runtime.parallel.link_end import LinkEnd, LinkKeys, numeric
 
 _LOOK = 100  # milliseconds
 _LONGEST = 10_000  # characters of a reason

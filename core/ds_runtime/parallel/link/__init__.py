@@ -1,0 +1,1 @@
+"""How ranks meet, and what they tell each other beside their collectives."""
