@@ -30,6 +30,8 @@ def hybrid_config(
 ) -> ModelConfig:
     """said: fields that every architecture's config says alike. most: experts."""
     _refuse(get)
+    if quantization := said["quantization"]:  # loaders see it alone, and the first configs lack it
+        said["quantization"] = {"expert_dtype": get.any("expert_dtype") or "fp4", **quantization}
     ratios = _ratios(get, layers)
     heads, groups = get.integer("num_attention_heads"), get.integer("o_groups", default=8, least=1)
     if heads % groups:

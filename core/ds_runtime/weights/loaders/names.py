@@ -25,8 +25,8 @@ def bare(module: str) -> str:
 
 def kept_dense(module: str) -> bool:
     """Whether native checkpoints hold this module in 16 bits."""
-    last = module.rpartition(".")[2]
-    return last in _KEPT_DENSE or last.endswith("norm")
+    above, _, last = module.rpartition(".")
+    return above.endswith("compressor") or last in _KEPT_DENSE or last.endswith("norm")
 
 
 def is_routed(module: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_runtime.ops.contract import DENSE, Encoding
-from ds_runtime.weights.loaders.encodings import expect, in_blocks, rows
-from ds_runtime.weights.loaders.names import kept_dense, not_converted
+from ds_runtime.weights.loaders.encodings import MXFP4, expect, in_blocks, rows
+from ds_runtime.weights.loaders.names import is_routed, kept_dense, not_converted
 
 _KEPT = ("modules_to_not_convert", "ignored_layers", "ignore")
 
@@ -18,12 +19,19 @@ def plain(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
 
 def fp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
-    """DeepSeek's own: e4m3 in blocks, scales as floats or as exponent bytes."""
+    """DeepSeek's own: e4m3 in blocks, scales as floats or as exponent bytes. V4's config names the
+    dtype of experts, which may be two e2m1 in a byte, and its scales have another name."""
     get = quantization.get
-    encoding = in_blocks("weight_block_size", "fp8", get("weight_block_size"), "weight_scale_inv")
+    expect("expert_dtype", experts := get("expert_dtype"), None, "fp4", "fp8")
+    scale = "weight_scale_inv" if experts is None else "scale"
+    encoding = in_blocks("weight_block_size", "fp8", get("weight_block_size"), scale)
     expect("fmt", get("fmt", "e4m3"), "e4m3")
     expect("activation_scheme", get("activation_scheme", "dynamic"), "dynamic")
-    return all_but(encoding, quantization)
+    others = all_but(encoding, quantization)
+    if experts != "fp4":
+        return others
+    pairs = replace(MXFP4, tensors={"weight": "weight", "scale": scale})
+    return lambda m: pairs if is_routed(m) else others(m)
 
 
 def int8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
