@@ -43,7 +43,7 @@ _NODES = 48 << 10  # bytes of the device that a captured step takes per layer
 _PEERS = 512 << 20  # bytes that a communicator of several ranks keeps
 
 
-class CacheBlocks(NamedTuple):
+class CacheDivision(NamedTuple):
     """How the memory of the caches is divided on one rank, by `plan` and the start alike. states: a
     block for every request that runs, a spare one, and snapshots of these."""
 
@@ -54,7 +54,7 @@ class CacheBlocks(NamedTuple):
     @staticmethod
     def of(
         config: EngineConfig, sizes: CacheSizes, given: int, most: int | None = None
-    ) -> CacheBlocks:
+    ) -> CacheDivision:
         """What `given` bytes hold, with `most` pages at most. No page where states take all."""
         running = config.max_running_requests + 1 if sizes.state else 0
 
@@ -70,7 +70,7 @@ class CacheBlocks(NamedTuple):
                 others = pages(snapshots) * sizes.page + running * sizes.state
                 rest = (100 - SHARE) * sizes.state
                 snapshots = min(snapshots, SHARE * others // rest)  # a share of what is kept
-        return CacheBlocks(pages(snapshots), snapshots, running + snapshots)
+        return CacheDivision(pages(snapshots), snapshots, running + snapshots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def requests_that_fit(assembly: Assembly) -> int:
     def lacks(count: int) -> bool:
         with_count = replace(config, max_running_requests=count)
         room = idle_room(replace(assembly, config=with_count))
-        return CacheBlocks.of(with_count, sizes, room).pages < count * one
+        return CacheDivision.of(with_count, sizes, room).pages < count * one
 
     counts = [*range(1, 8), *range(8, REQUESTS + 1, 8)]
     fit: int = counts[max(1, bisect_left(counts, True, key=lacks)) - 1]
@@ -244,7 +244,7 @@ def said(assembly: Assembly) -> list[str]:
     if not assembly.platform.own_memory or not assembly.device.memory:
         return cost
     room, kept = max(0, idle_room(assembly)), reserve(assembly)
-    blocks = CacheBlocks.of(assembly.config, assembly.cache_sizes, room)
+    blocks = CacheDivision.of(assembly.config, assembly.cache_sizes, room)
     tokens = blocks.pages * assembly.config.page_size
     context = positions_of(assembly)
     parts = {

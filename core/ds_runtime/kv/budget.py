@@ -8,7 +8,7 @@ from functools import partial
 
 from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.assembly.room import CacheBlocks, kv_room, reserve
+from ds_runtime.assembly.room import CacheDivision, kv_room, reserve
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -57,7 +57,7 @@ class KvMemory:
     ) -> KvMemory:
         """Of `given` bytes: blocks for requests and snapshots, then pages, `most` at most."""
         config, sizes = assembly.config, assembly.cache_sizes
-        pages, snapshots, states = CacheBlocks.of(config, sizes, given, most)
+        pages, snapshots, states = CacheDivision.of(config, sizes, given, most)
         said = why, remedy, warning
         return KvMemory(pages, sizes, free, config.page_size, *said, snapshots, states)
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.parallel import leader as leader_module
+from ds_runtime.parallel.link import leader as leader_module
 from ds_runtime.parallel.link.end import is_free, numeric, secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member

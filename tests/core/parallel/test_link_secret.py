@@ -12,7 +12,7 @@ from test_link import Word, differ, free_port, lives, others
 
 from ds_runtime.common import patience
 from ds_runtime.errors import ConfigError
-from ds_runtime.parallel import member as member_module
+from ds_runtime.parallel.link import member as member_module
 from ds_runtime.parallel.link.end import secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
