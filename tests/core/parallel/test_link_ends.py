@@ -104,6 +104,31 @@ def test_the_same_error_on_all_ranks_stays_what_it_is():
         assert all(one.startswith("KV cache: too small") for one in said)
 
 
+def test_who_comes_when_all_have_met_is_refused_and_disturbs_nobody():
+    with three() as (address, leader, ends, told):
+        for late in (MATES[0], msgspec.structs.replace(MATES[1], version="0.0.9")):
+            one = Member(address)
+            with pytest.raises(ConfigError, match=r"rank 1 .*came twice|runs ds-runtime 0\.0\.9"):
+                one.greet(late, 20)
+            one.close()
+        leader.send(Word("a"))
+        assert msgspec.msgpack.decode(ends[0].receive(), type=Word).text == "a"
+        assert [one.why for one in told] == [None] * 3
+        ends[1].close()
+        assert told[0].event.wait(WHOLE) and "rank 2 on node 2" in told[0].why
+
+
+def test_many_causes_are_heard_in_time():
+    """The first is said last."""
+    with three() as (address, _, _, told):
+        other = Member(address)
+        for number in range(200):
+            other._end.socket.send(msgspec.msgpack.encode(Cause(9.0 + number, 1, "later")))
+        other._end.socket.send(msgspec.msgpack.encode(Cause(0.0, 2, "the first")))
+        assert told[0].event.wait(WHOLE) and told[0].why == "the first (on node 2)"
+        other.close()
+
+
 def test_one_that_vanishes_is_named():
     with three() as (_, _, ends, told):
         ends[1].close()

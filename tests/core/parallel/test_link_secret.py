@@ -64,8 +64,8 @@ def test_who_knows_the_secret_meets_whatever_it_is(keys, word):
     assert told == ["met"] and found[0].found == ["there", "a"]
 
 
-@pytest.mark.parametrize("ours", ["word", None])
-@pytest.mark.parametrize("theirs", ["world", "", None])
+@pytest.mark.parametrize("ours", ["word"])
+@pytest.mark.parametrize("theirs", ["world", ""])
 def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ours, theirs):
     if ours == theirs:
         return

@@ -27,6 +27,7 @@ from ds_runtime.parallel.link.messages import (
 )
 
 _LOOK = 100  # milliseconds
+_MANY = 1000  # messages that are read in a row
 _LONGEST = 10_000  # characters of a reason
 _SILENT = 1.0  # when a rank failed that cannot say so: before those that failed with it
 
@@ -50,7 +51,7 @@ class Leader:
         self._own, self._differ, self._per_node = own, differ, per_node
         self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
         self._causes: list[Cause] = []
-        self._strangers, self._leaving = 0, False
+        self._strangers, self._met, self._leaving = 0, False, False
         self._watcher: threading.Thread | None = None
         self._end = LinkEnd(zmq.ROUTER, address, keys)
         self._decoder = msgspec.msgpack.Decoder(Hello | Cause)
@@ -89,30 +90,34 @@ class Leader:
             raise
         with self._end.lock:
             self._send(msgspec.msgpack.encode(Welcome(meet)))
+            self._met = True
 
     def _missing(self) -> list[int]:
         come = {place.rank for place in self._ranks.values()}
         return [rank for rank in range(1, self._own.size) if rank not in come]
 
-    def _read(self, milliseconds: int) -> None:
-        """What others say, for so long at most. Raises ConfigError for one that does not fit."""
+    def _read(self, milliseconds: int) -> bool:
+        """The next that another says; whether there is one for so long. Raises ConfigError for a
+        rank that does not fit.
+        """
         socket = self._end.socket
         self._look_at_strangers()
         if not socket.poll(milliseconds):
-            return
+            return False
         name, *_, data = socket.recv_multipart(copy=False)
         if data.bytes == LEFT:
             if self._leaving:
                 self._ranks.pop(name.bytes, None)
-            return
+            return True
         try:
             said = self._decoder.decode(data.bytes)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # a stranger
+            return True  # a stranger
         if isinstance(said, Cause):
             self._causes.append(self._placed(said))
         elif 0 < said.rank < self._own.size:
             self._greet(name.bytes, said, str(data.get("Peer-Address")) if self._per_node else "")
+        return True
 
     def _look_at_strangers(self) -> None:
         while (event := self._end.happened(0)) is not None:
@@ -135,6 +140,9 @@ class Leader:
         why = self._unfit(hello, place)
         if not why and hello.rank not in self._missing():
             why = f"{place} came twice: give every node a --node-rank of its own"
+        if self._met:  # those that are at work go on
+            self._send_to(name, msgspec.msgpack.encode(Welcome(refused=why)))
+            return
         self._ranks[name] = place
         if why:
             raise ConfigError(why)
@@ -235,7 +243,9 @@ class Leader:
             with self._end.lock:
                 if self._end.closing.is_set():
                     return
-                self._read(0)
+                for _ in range(_MANY):
+                    if not self._read(0):
+                        break
                 if time.monotonic() >= sign:
                     self._give_sign()
                     sign = time.monotonic() + SIGN / 2
