@@ -93,10 +93,12 @@ def test_mixes(dtype, way):
 
 @DTYPES
 @pytest.mark.slow
-def test_two_hundred_mixes(dtype):
-    for way, settings in {**WAYS, **THREADS}.items():
-        with LLM("demo", **{**SETTINGS, **settings}, dtype=dtype) as llm:
-            check_mixes(llm, dtype, 40, seed=len(way))
+@pytest.mark.parametrize("way", [*WAYS, *THREADS], ids=lambda way: way.replace(" ", "-"))
+def test_two_hundred_mixes(dtype, way):
+    """Forty of each way."""
+    settings = {**SETTINGS, **{**WAYS, **THREADS}[way], "dtype": dtype}
+    with LLM("demo", **settings) as llm:
+        check_mixes(llm, dtype, 40, seed=len(way))
 
 
 @DTYPES
