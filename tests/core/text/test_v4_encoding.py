@@ -16,6 +16,7 @@ from ds_runtime.server.generate.chat import chat_prompt
 from ds_runtime.server.generate.protocol import ChatRequest
 from ds_runtime.text.formats.dsml_v4 import V4Encoding
 from ds_runtime.text.tokenizer import Tokenizer
+from examples import examples
 
 # No marker in it: the server takes markers in a message for what they spell, the other does not.
 TEXT = st.text(st.sampled_from("aé你 \n<>{\"'1/"), max_size=6)
@@ -118,13 +119,13 @@ def check(vocabulary, body, **ours):
 
 
 @given(body=requests())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_the_recipe_writes(vocabulary, body):
     check(vocabulary, body)
 
 
 @given(body=requests(), said=TEXT, thought=st.none() | SOME)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_answer_that_is_begun(vocabulary, body, said, thought):
     """`continue_final_message` here is their `prefix`."""
     for name in ("tools", "tool_choice", "response_format"):  # which the other refuses here

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ds_runtime.text.formats.dsml_v4 import V4Encoding
 from ds_runtime.text.parsers.events import Answer
 from ds_runtime.text.parsers.registry import Parsers, choose_parsers
+from examples import examples
 
 PROPERTIES = {"city": {"type": "string"}, "n": {"type": "integer"}, "more": {"type": "object"}}
 TOOLS = [
@@ -66,7 +67,7 @@ CALLS = st.tuples(
 
 
 @given(st.lists(CALLS, min_size=1, max_size=3), TEXT, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_what_the_encoding_writes_is_read_back(calls, reasoning, data):
     text = wrote(reasoning, "so", calls)
     assert read(text, anyhow(data, text), THINKS) == (reasoning, "so", calls)
@@ -104,7 +105,7 @@ WORDS = st.text(st.sampled_from("ab é<>{\"'1"), min_size=1, max_size=8).map(lam
 
 
 @given(st.lists(CALLS, max_size=3), WORDS, WORDS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_deepseek_s_own_parser_reads_the_same(calls, reasoning, content, data):
     text = wrote(reasoning, content, calls)
     cuts = anyhow(data, text)
@@ -130,7 +131,7 @@ def parameter(name, value, told):
     told=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_blocks_of_other_names_untold_types_and_calls_inside_thinking(
     block, thinks, arguments, told, data
 ):
@@ -152,7 +153,7 @@ def test_blocks_of_other_names_untold_types_and_calls_inside_thinking(
     more=st.none() | TEXT,
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_arguments_in_a_wrapper_that_the_function_does_not_have(
     block, wrapper, told, inner, more, data
 ):
@@ -216,7 +217,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_cut_changes_anything(text, data):
     prompt = data.draw(st.sampled_from([THINKS, TALKS]))
     assert read(text, anyhow(data, text), prompt) == read(text, (), prompt)
