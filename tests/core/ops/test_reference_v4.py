@@ -16,7 +16,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.dtypes import fp8_vectors
 from ds_runtime.ops.reference.attention.cache import cache_write
-from ds_runtime.ops.reference.attention.index import index_select
+from ds_runtime.ops.reference.attention.index import index_encode, index_select
 from ds_runtime.ops.reference.attention.window import (
     compress_windows,
     norm_rope,
@@ -195,7 +195,8 @@ def test_compressed_entries_are_the_same_in_any_chunks(data, overlap, undo, seed
 class Layer:
     """Attention of a layer by the ops: a window in block 1, pages of 4 entries in any order."""
 
-    def __init__(self, weights, config, layer, entries=64):
+    def __init__(self, weights, config, layer, mixed, entries=64):
+        self.mixed = mixed  # index queries and keys, by the Hadamard matrix: scores stay
         self.w, self.c, self.ratio = weights, config, config["compress_ratios"][layer]
         self.at, c = f"layers.{layer}.attn.", config
         yarn = c["yarn"] if self.ratio else None
@@ -215,8 +216,8 @@ class Layer:
     def weight(self, name):
         return self.w[self.at + name]
 
-    def entries(self, x, positions, at, state, cache):
-        """Entries of windows that close go to their slots."""
+    def entries(self, x, positions, at, state):
+        """(entries of windows that close, their slots, −1 where none does)."""
         rows = torch.cat(
             (x @ self.weight(f"{at}wkv.weight").T, x @ self.weight(f"{at}wgate.weight").T), 1
         )
@@ -227,8 +228,7 @@ class Layer:
         entry = positions // self.ratio
         slots = self.pages[0].long()[entry // 4] * 4 + entry % 4
         closing = (positions + 1) % self.ratio == 0
-        split = made.shape[1] - R
-        cache_write(cache, made[:, :split], made[:, split:], slots.where(closing, -1))
+        return made, slots.where(closing, -1)
 
     def slots(self, x, latent, positions):
         seen = (positions + 1) // self.ratio
@@ -239,7 +239,8 @@ class Layer:
             made = self.pages[0].long()[each // 4] * 4 + each % 4
             return made.expand(len(x), n).where(each < seen.unsqueeze(1), -1).int()
         q = (latent @ self.weight("indexer.wq_b.weight").T).view(len(x), 16, 16)
-        q = rope(q, positions, self.freq)
+        keys, slots = self.entries(x, positions, "indexer.compressor.", self.istate)
+        q, _ = index_encode(q, keys, positions, self.table, self.mixed, self.index, slots)
         shares = (x @ self.weight("indexer.weights_proj.weight").T) * 16**-1.0
         return index_select(q, shares, self.index, self.pages, owners, seen.int(), TOP_K)
 
@@ -252,10 +253,8 @@ class Layer:
         kv = norm_rope(kv, norm("kv_norm.weight"), 1e-6, positions, self.table, 0).squeeze(1)
         slots = torch.empty(len(x), 0, dtype=torch.int32)
         if self.ratio:
-            self.entries(x, positions, "compressor.", self.state, self.compressed)
-        if self.ratio == 4:
-            self.entries(x, positions, "indexer.compressor.", self.istate, self.index)
-        if self.ratio:
+            made, at = self.entries(x, positions, "compressor.", self.state)
+            cache_write(self.compressed, made[:, :-R], made[:, -R:], at)
             slots = self.slots(x, latent, positions)
         blocks, entries = torch.ones_like(positions), self.recent.shape[1]
 
@@ -319,10 +318,10 @@ def wanted(layer):
 
 
 @settings(max_examples=examples(8), deadline=None)
-@given(st.data(), st.sampled_from([0, 1, 2]))
-def test_attention_by_the_ops_equals_the_plain_model(data, layer):
+@given(st.data(), st.sampled_from([0, 1, 2]), st.booleans())
+def test_attention_by_the_ops_equals_the_plain_model(data, layer, mixed):
     (weights, config), (x, want) = PLAIN, wanted(layer)
-    made, found, first = Layer(weights, config, layer), [], 0
+    made, found, first = Layer(weights, config, layer, mixed), [], 0
     for size in cuts(len(x), data):
         found.append(made(x[first : first + size], torch.arange(first, first + size)))
         first += size

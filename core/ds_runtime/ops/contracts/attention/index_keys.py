@@ -58,6 +58,46 @@ class IndexPrologue(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class IndexEncode(Protocol):
+    """Rotation of index queries, Hadamard of queries and keys, encoding, cache write.
+
+    q: [T, heads, d], k: [T, d], as CompressWindows gives them: rotated; last dims contiguous, outer
+    dims may be strided. Of q the last r dims are rotated as pairs by position, cos_sin [positions,
+    r] float32 as in Rope. If `mixed`, both are multiplied by the Hadamard matrix as in
+    IndexPrologue; d is a power of two. All of it in fp32. cache, slots, the encoding and what comes
+    back: as in IndexPrologue. T == 0 is legal.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        mixed: bool,
+        cache: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def index_encode_samples(facts: Facts) -> Iterator[Case]:
+    """Slices, padding alone and among others, with and without the Hadamard matrix."""
+    d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
+    for tokens, heads, padding, mixed in (
+        (0, 3, 0, True),
+        (1, 1, 0, False),
+        (11, 5, 3, True),
+        (9, 4, 9, False),
+    ):
+        make = cases.Maker(facts, label := f"{tokens} tokens, {padding} padding, mixed {mixed}")
+        cache, _ = make.paged_index((tokens + 4, 3))
+        slots = make.order(cache.rows.shape[0])[:tokens]
+        slots[:padding] = -1
+        q, k = make.normal(tokens, heads, d, scale=3), make.inside(make.normal(tokens, d), 8, 0)
+        at = make.integers(0, 900, tokens), make.cos_sin(900, rope)
+        yield cases.case(label, facts, q, k, *at, mixed, cache, slots, written=(5,))
+
+
 def index_prologue_samples(facts: Facts) -> Iterator[Case]:
     """Slices as the model makes them, padding, no heads, both rotations, far positions."""
     d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
@@ -102,6 +142,11 @@ def _prologue_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return q, k, *norm, positions, p.cos_sin(tokens), False, cache, p.positions(tokens)
 
 
+def _encode_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
+    q, k, *_, positions, table, _, cache, slots = _prologue_inputs(p, tokens)
+    return q, k, positions, table, True, cache, slots
+
+
 def key_bytes(s: Sizes) -> float:
     """Of one in the cache: FP8 has a scale."""
     item = ITEM_BYTES[s.facts.index_dtype]
@@ -141,4 +186,17 @@ class IndexKeyOps(Area):
         waits=True,
         cost=Cost({"": (_prologue_inputs, _index_prologue)}, size=by_index),
         summary="index query and key: norm, rotation, Hadamard, encoding and cache write",
+    )
+    index_encode: IndexEncode = op(
+        reference=f"{_REF}:index_encode",
+        tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3},
+        results={
+            "": lambda f, q, *_: ((tuple(q.shape), f.index_dtype), (tuple(q.shape[:2]), "float32"))
+        },
+        writes=("cache",),
+        judge=_judge_prologue,
+        layout="index",
+        waits=True,
+        cost=Cost({"": (_encode_inputs, _index_prologue)}, size=by_index),
+        summary="index queries and compressed keys: rotation, Hadamard, encoding and cache write",
     )

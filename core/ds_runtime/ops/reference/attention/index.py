@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype, wide
 from ds_runtime.ops.reference.attention.cache import gather_rows
+from ds_runtime.ops.reference.attention.window import turned
 
 FP8 = torch.float8_e4m3fn
 _ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this many
@@ -92,12 +93,33 @@ def index_prologue(
     keys = torch.nn.functional.layer_norm(k.to(compute), *norm)
     keys = hadamard(_rotated(keys, cos, sin, interleaved))
     queries = _rotated(q.to(compute), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
-    queries = hadamard(queries)
+    return _encoded(hadamard(queries), keys, cache, slots)
+
+
+def index_encode(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    mixed: bool,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Reference of IndexEncode for index_pages."""
+    compute = wide(cache.dtype)
+    queries, keys = turned(q.to(compute), positions, cos_sin), k.to(compute)
+    if mixed:
+        queries, keys = hadamard(queries), hadamard(keys)
+    return _encoded(queries, keys, cache, slots)
+
+
+def _encoded(queries: Tensor, keys: Tensor, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys go to their slots; queries as the cache's dtype has them, and their scales."""
     real = slots >= 0
     page, row = slots[real] // cache.shape[1], slots[real] % cache.shape[1]
     if cache.dtype != torch.uint8:
         cache[page, row] = keys[real].to(cache.dtype)
-        return queries.to(cache.dtype), queries.new_ones(q.shape[:2], dtype=torch.float32)
+        return queries.to(cache.dtype), queries.new_ones(queries.shape[:2], dtype=torch.float32)
     values, scales = fp8_parts(cache)
     rounded, scale = fp8_vectors(keys[real])
     values[page, row], scales[page, row] = rounded.view(torch.uint8), scale

@@ -10,7 +10,7 @@ from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, wide
 _ELEMENTS = 1 << 24  # rows are taken in groups so that what is gathered stays below this many
 
 
-def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor, sign: int = 1) -> Tensor:
+def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, sign: int = 1) -> Tensor:
     """x [tokens, heads, d] with its last dims rotated, as pairs."""
     table = cos_sin[positions].to(x.dtype).unsqueeze(1)
     cos, sin = table.chunk(2, dim=-1)
@@ -35,7 +35,7 @@ def norm_rope(
     """Reference of NormRope."""
     y = x.to(wide(x.dtype))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    y = _turned(y if weight is None else y * weight.to(y.dtype), positions, cos_sin)
+    y = turned(y if weight is None else y * weight.to(y.dtype), positions, cos_sin)
     if group:
         plain = x.shape[-1] - cos_sin.shape[-1]
         y = torch.cat((_rounded(y[..., :plain], group), y[..., plain:]), dim=-1)
@@ -44,7 +44,7 @@ def norm_rope(
 
 def rope_back(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """Reference of RopeBack."""
-    return _turned(x.to(wide(x.dtype)), positions, cos_sin, -1).to(x.dtype).contiguous()
+    return turned(x.to(wide(x.dtype)), positions, cos_sin, -1).to(x.dtype).contiguous()
 
 
 def _before(blocks: Tensor, some: Tensor, span: int) -> tuple[Tensor, Tensor]:
