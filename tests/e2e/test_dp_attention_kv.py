@@ -69,8 +69,10 @@ class Leader:
         for one in self.queues:
             one.put(plan)
 
-    def close(self):
+    def leave(self):
         self.send(None)
+
+    close = leave
 
 
 def config_of(model, size, **more):
