@@ -134,7 +134,7 @@ def decode(facts: Facts):
         for pages in (1, 16, 17, 2048):  # tables as wide as a step needs
             table = torch.empty(rows, pages, dtype=torch.int32)
             bits = torch.empty(rows, dtype=torch.int64)
-            state = mla.DecodeState(table, ints, ints, ints, bits, None, 2048 * PAGE)
+            state = mla.DecodeState(table, ints, ints, ints, bits, None, 2048 * PAGE, PAGE)
             kernel.run(state, q[:rows], cache, 0.1)
 
     return call
