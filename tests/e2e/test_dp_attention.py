@@ -18,7 +18,7 @@ from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.errors import ConfigError, RequestError
-from ds_runtime_kit.models.answers import check_float32
+from ds_runtime_kit.models.answers import FLOAT32, check_float32
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
@@ -64,9 +64,9 @@ def answers(outputs):
     return [[(c.token_ids, c.text, c.finish_reason) for c in o.outputs] for o in outputs]
 
 
-def same(outputs, expected):
+def same(outputs, expected, tolerance=FLOAT32):
     assert answers(outputs) == answers(expected)
-    check_float32(outputs, expected)
+    check_float32(outputs, expected, tolerance)
 
 
 def ask(llm):
@@ -157,7 +157,7 @@ def test_captured_and_overlapped_steps(tiny, alone, recorded, divided):
         pieces, rest = 2 * (llm._assembly.model.layers + 1), 4
         assert len(replays) == pieces + rest, "a step and a draw behind masks per size"
         assert not any(replays)
-        same(ask(llm), alone)
+        same(ask(llm), alone, 1e-4)  # other kernels than the ones alone, over four ranks
         # Where few rows are wanted, these are computed in place of the last piece: ask for all.
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
         for length in (8, 40):

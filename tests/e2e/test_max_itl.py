@@ -70,7 +70,7 @@ def mixed(url: str, seed: int, count: int, length: int) -> tuple[list[list[int]]
     found: list[tuple[list[int], list[float]]] = []
     beside = threading.Thread(target=lambda: found.extend(together(url, running)))
     beside.start()
-    time.sleep(0.3)
+    time.sleep(0.1)  # all of them stream by then
     behind = together(url, late)
     beside.join()
     return [tokens for tokens, _ in found + behind], [g for _, gaps in found for g in gaps]
@@ -98,13 +98,14 @@ def test_chunks_are_cut_and_answers_are_the_same():
 
 @pytest.mark.slow
 def test_long_prompts_leave_the_gaps_of_streams_short():
-    """The gap that one of a hundred exceeds, with the limit and without it."""
+    """A gap that each stream has at least once in each run, with the limit and without it. How many
+    there are hangs on how many prompts a step takes without one."""
     worst = {}
     for limit in ("0", "30"):
         with serving("demo", "--max-itl", limit) as server:
             url = server.wait_url()
             for length in (60, 700, 1500, 300):
                 stream(url, ids(length, length), 4)
-            found = sorted(mixed(url, 1, 300, 1500)[1] + mixed(url, 50, 300, 1500)[1])
-            worst[limit] = found[int(0.99 * len(found))]
+            found = sorted(mixed(url, 1, 600, 1500)[1] + mixed(url, 50, 600, 1500)[1])
+            worst[limit] = found[-2 * 4]
     assert worst["30"] < 0.6 * worst["0"], worst
