@@ -351,6 +351,39 @@ def test_an_offer_of_other_tokens_or_another_root_is_refused(ends):
     here.rig.check_end()
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 3601.0, 1e12, float("inf"), float("nan")])
+def test_a_lease_ends_some_time(ends, seconds):
+    there = ends[1]
+    there.asked("a", LONG)
+    with pytest.raises(TransferError, match=f"seconds {seconds}: give more than 0 and at most"):
+        there.hold(LONG, seconds)
+    there.rig.check_end()
+
+
+@pytest.mark.parametrize("fails", ["settle", "read"])
+def test_whatever_a_transfer_raises_loses_no_page(ends, monkeypatch, fails):
+    """A plugin's own errors, too: they are the caller's, and nothing is held for them."""
+    here, there = ends
+    there.asked("a", LONG)
+    offer = there.hold(LONG)
+
+    def broken(*given):
+        raise OSError("no memory can be registered")
+
+    where = (here.transfer, "read") if fails == "read" else (here.handover, "_settle")
+    monkeypatch.setattr(*where, broken)
+    with pytest.raises(OSError, match="no memory"):
+        here.pull("t", LONG, offer)
+    here.rig.check_end()
+    if fails == "settle":
+        monkeypatch.setattr(there.handover, "_settle", broken)
+        with pytest.raises(OSError, match="no memory"):
+            there.hold(LONG)
+        assert len(there.handover._leases) == 1, "the one that was there"
+    there.clock[0] = 31
+    settled(there)
+
+
 def test_nothing_is_offered_of_what_is_not_cached(ends, monkeypatch):
     here, there = ends
     with pytest.raises(TransferError, match="no page of this prompt is cached here"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -436,3 +437,13 @@ def test_memory_that_is_another_is_not_taken(tmp_path):
             msgspec.structs.replace(offered, file=plain.fileno()),
         ):
             assert open_shared(other, 100, 2) is None
+
+
+def test_where_no_shared_memory_can_be_made_there_is_none(monkeypatch):
+    """As where a sandbox forbids it, or no file can be opened any more."""
+
+    def refused(*given):
+        raise OSError(errno.EPERM, "not allowed")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert share(100, 2) is None

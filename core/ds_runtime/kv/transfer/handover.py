@@ -35,6 +35,7 @@ from ds_runtime.platform.kv_transfer import (
 
 LONGEST = 300.0  # of a pull
 MOST_LEASES = 1024
+MOST_SECONDS = 3600.0  # of a lease that is not renewed
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class Offer(msgspec.Struct, frozen=True):
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
     pages: Numbers
     states: Annotated[list[Count], Meta(max_length=1)]
-    seconds: Annotated[float, Meta(gt=0, le=3600)]
+    seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
 
 
 class Want(msgspec.Struct, tag=True, frozen=True):
@@ -142,6 +143,8 @@ class Handover:
 
     def hold(self, tokens: Sequence[int], realm: Realm, root: bytes, seconds: float) -> bytes:
         """An offer of what is cached of a prompt. Raises TransferError where nothing is."""
+        if not 0 < seconds <= MOST_SECONDS:
+            raise TransferError(f"seconds {seconds}: give more than 0 and at most {MOST_SECONDS}")
         size = self._pages.page_size
         tokens = tokens[: MOST_BLOCKS * size + 1]
         found = self._prefix.match(tokens, realm)
@@ -153,7 +156,13 @@ class Handover:
         snapshots = self._pages.snapshots
         states = [] if snapshots is None else [snapshots.pin(found.node)]
         self._prefix.lock(found.node)
-        self._settle()  # its reader may look before this engine does anything more
+        try:
+            self._settle()  # its reader may look before this engine does anything more
+        except BaseException:
+            self._prefix.unlock(found.node)
+            if snapshots is not None:
+                snapshots.unpin(found.node)
+            raise
         self._count += 1
         given = self._count, found.node, len(found.pages), states
         lease = _Lease(*given, seconds, self._now() + seconds)
@@ -219,7 +228,7 @@ class Handover:
             remote = CacheBlocks(offer.pages[len(known.pages) :], offer.states[: len(local.states)])
             self._settle()
             ticket = self._transfer.read(peer, local, remote, token)
-        except TransferError:
+        except BaseException:
             self._give(local, known.node)
             raise
         now, behind = self._now(), [*tokens[len(known.pages) * size : count * size]]

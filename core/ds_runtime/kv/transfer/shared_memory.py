@@ -54,15 +54,17 @@ def share(size: int, count: int) -> Slots | None:
     import fcntl
 
     total = _HEAD + size * count
-    file = os.memfd_create("ds-runtime-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = -1
     try:
+        file = os.memfd_create("ds-runtime-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, total)
         # Nobody can make it smaller: whoever reads it would end with SIGBUS.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
         memory, proof = mmap(file, total), secrets.token_bytes(_PROOF)
     except OSError:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
         return None
     memory[:_PROOF] = proof
     return _Owned(memory, size, count, Offered(os.getpid(), file, total, proof))
