@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -367,3 +369,26 @@ def test_the_demo_gives_equal_text_alone_and_in_mixed_batches():
             mixed = engine.chat(talks, params)
             assert [o.text for o in mixed] == [o.text for o in alone]
             assert [o.token_ids for o in mixed] == [o.token_ids for o in alone]
+
+
+COLLECTIONS = """
+import gc, sys
+from ds_runtime import LLM, SamplingParams
+
+full, settings = [], dict(platform="cpu", dtype="float32", kv_memory="2MB", threads=1)
+before = gc.get_threshold()
+waiting = [list(range(2, 10)) for _ in range(3000)]
+with LLM(sys.argv[1], max_queued_requests=3000, **settings) as first:
+    with LLM(sys.argv[1], **settings):
+        pass
+    gc.callbacks.append(lambda phase, info: full.append(info) if info["generation"] == 2 else None)
+    first.generate(waiting, SamplingParams(max_tokens=2))
+    gc.callbacks.pop()
+print(len(full), gc.get_threshold() == before, gc.get_freeze_count())
+"""
+
+
+def test_no_full_collection_while_prompts_wait_and_all_is_restored(tiny):
+    command = [sys.executable, "-c", COLLECTIONS, str(tiny)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["0", "True", "0"], ran.stderr

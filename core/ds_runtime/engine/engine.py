@@ -5,7 +5,6 @@ Used in process by the offline API and, behind sockets, by `engine/process/loop.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
+from ds_runtime.common import garbage
 from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
@@ -233,7 +233,7 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks go and leave the group."""
-        gc.unfreeze()
+        garbage.unsettle()
         self._grammars.close()
         self.scheduler.close()
         if self.leader is not None:
@@ -244,7 +244,7 @@ class Engine:
 
     def part(self) -> None:
         """Close where the other ranks have been ended."""
-        gc.unfreeze()
+        garbage.unsettle()
         self._grammars.close()
         self.scheduler.close()
         if self.leader is not None:

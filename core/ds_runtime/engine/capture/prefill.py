@@ -32,7 +32,7 @@ from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 8.0  # of captures at a start that need not make all
+_SECONDS = 4.0  # of captures at a start that need not make all
 
 
 class PiecewiseModel(Protocol):
