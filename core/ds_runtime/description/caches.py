@@ -15,4 +15,4 @@ def cache_groups(config: ModelConfig, nextn: NextN | None = None) -> tuple[Cache
         blocks.append(draft_of(config, nextn.layer, lambda module: "").block)
     latents = HistoryGroup(KV, tuple(block.layer for block in blocks))
     keys = tuple(block.layer for block in blocks if block.attention.indexer is not None)
-    return (latents, HistoryGroup(INDEX, keys)) if keys else (latents,)
+    return (latents, HistoryGroup(INDEX, keys, layout=INDEX)) if keys else (latents,)
