@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ds_runtime.checkpoint.files import read_object
 from ds_runtime.checkpoint.reader import Reader
 from ds_runtime.description.config import ModelConfig, Yarn
-from ds_runtime.description.hybrid import hybrid_config
+from ds_runtime.description.hybrid.config import hybrid_config
 from ds_runtime.description.indexing import check_indexing, read_indexing
 from ds_runtime.description.leftover import left_over
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
@@ -51,11 +51,6 @@ def load_config(folder: Path) -> ModelConfig:
     if beside.exists():
         raw = with_quant_file(raw, read_object(beside))
     config = from_hf(raw, str(path))
-    if config.hybrid is not None:
-        raise UnsupportedError(
-            f"{path}: {HYBRID}: DeepSeek-V4 has another attention, residual and expert format than "
-            f"V2 and V3, and this version does not serve it; supported: {', '.join(SUPPORTED)}"
-        )
     if config.quantization and (said := left_over(folder, config.quantization, QUANT_FILE)):
         return replace(config, quantization={}, left_over=said)
     return config

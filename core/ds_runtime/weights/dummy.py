@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.formats import FORMATS
