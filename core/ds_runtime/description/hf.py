@@ -25,7 +25,7 @@ _LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is 
 GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 HYBRID = "DeepseekV4ForCausalLM"
-SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
+SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE, HYBRID)
 _DISTILLED = (
     "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and "
     "this runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
@@ -34,7 +34,7 @@ _RECOGNISED = {
     "Qwen2ForCausalLM": _DISTILLED,
     "LlamaForCausalLM": _DISTILLED,
     "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "
-    "V2 and V3, and this version does not serve it",
+    "V4, and this version does not serve it",
 }
 
 
@@ -127,7 +127,7 @@ def _common(get: Reader) -> dict[str, Any]:
 def _architecture(get: Reader) -> str:
     names = get.strings("architectures")
     name = names[0] if names else get.text("model_type") or "none"
-    if name in (*SUPPORTED, HYBRID):
+    if name in SUPPORTED:
         return name
     supported = ", ".join(SUPPORTED)
     if name in _RECOGNISED:

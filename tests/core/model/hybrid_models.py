@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from ds_runtime.description.hybrid.structure import native_name
 from ds_runtime_kit.models.oracle import _gap
 
 TIE = 5e-6  # what a choice of entries or experts may hang on
@@ -56,6 +60,7 @@ class HybridOracle:
     """A model in float32, and one in float64 that says where a choice hangs on little."""
 
     def __init__(self, values, seed=0):
+        self.values = values
         torch.manual_seed(seed)
         config = transformers.DeepseekV4Config(**values)
         config._attn_implementation = config._experts_implementation = "eager"
@@ -98,6 +103,22 @@ class HybridOracle:
         self.gaps.append(gap.nan_to_num(float("inf"), posinf=float("inf")))
 
     @torch.no_grad()
+    def round(self):
+        """Weights as native checkpoints hold them, and what is dense as bfloat16 has it; for
+        `write_native`."""
+        for name, p in self.model.named_parameters():
+            if ".mlp.experts." in name:
+                p.copy_(fp4_values(fp4_codes(p)))
+            elif name.removesuffix(".weight").endswith(FP8):
+                p.copy_(fp8(p).to(p.dtype) * FP8_SCALE)
+            elif p.ndim > 1 and not name.endswith(("fn", "position_bias")):
+                p.copy_(p.bfloat16())
+        self._double()
+
+    def _double(self):
+        self.double.load_state_dict(self.model.state_dict())
+
+    @torch.no_grad()
     def logprobs(self, tokens):
         """[T, vocab] float32, of all positions."""
         return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].log_softmax(-1)
@@ -132,3 +153,70 @@ class HybridOracle:
         assert len(found) == len(tokens) - (1 if prompts else len(prompt)), "a token was not scored"
         at = range(len(tokens) - len(found), len(tokens))
         return max(abs(f - float(want[i - 1, tokens[i]])) for f, i in zip(found, at, strict=True))
+
+
+FP8 = (
+    "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_a_proj", "o_b_proj",
+    "indexer.q_b_proj", "shared_experts.gate_proj", "shared_experts.up_proj",
+    "shared_experts.down_proj",
+)  # fmt: skip
+FP8_SCALE = 2.0**-9
+NATIVE = re.compile(r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.|shared_experts\.")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.cat((E2M1, -E2M1))
+
+
+def fp8(values):
+    return (values / FP8_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def exponents(columns):
+    """Exponents of the scales of 32 columns each."""
+    return -3 - torch.arange(columns // 32) % 3
+
+
+def fp4_codes(values):
+    """The number of the nearest value of every element."""
+    scale = torch.exp2(exponents(values.shape[-1]).float()).repeat_interleave(32)
+    return ((values / scale).unsqueeze(-1) - E2M1).abs().argmin(-1)
+
+
+def fp4_values(codes):
+    return E2M1[codes] * torch.exp2(exponents(codes.shape[-1]).float()).repeat_interleave(32)
+
+
+def write_native(oracle, folder, base=False):
+    """The rounded model as DeepSeek's own checkpoints hold it: names, formats, config.json. base:
+    experts in FP8 with scales in float32, as base models have them."""
+    oracle.model.save_pretrained(folder)
+    path, made = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        name, at = native_name(name), native_name(name).removesuffix("weight") + "scale"
+        grid = [-(-n // 128) for n in tensor.shape]
+        power = torch.full(grid, FP8_SCALE)
+        if ".experts." in name and not base:
+            codes = fp4_codes(tensor).to(torch.uint8)
+            made[name] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+            scale = (exponents(tensor.shape[1]) + 127).to(torch.uint8)
+            made[at] = scale.repeat(len(tensor), 1).view(torch.float8_e8m0fnu)
+        elif ".experts." in name:
+            made[name], made[at] = fp8(tensor), power
+        elif NATIVE.search(name):
+            made[name] = fp8(tensor)
+            made[at] = power if base else power.to(torch.float8_e8m0fnu)
+        else:
+            wide = tensor.ndim < 2 or name.endswith(("_fn", ".ape", "tid2eid"))
+            made[name] = tensor if wide else tensor.bfloat16()
+    save_file(made, path)
+    raw = json.loads((folder / "config.json").read_text())
+    for key in ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters"):
+        raw.pop(key)
+    config, values = oracle.model.config, oracle.values
+    raw |= {key: values[key] for key in ("compress_ratios", "num_hash_layers", "rope_scaling")}
+    raw |= {"qk_rope_head_dim": config.qk_rope_head_dim, "expert_dtype": "fp8" if base else "fp4"}
+    raw["compress_ratios"] = [*raw["compress_ratios"], 0]
+    raw["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128], "scale_fmt": "ue8m0",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))

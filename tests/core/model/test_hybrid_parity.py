@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from hybrid_models import BASE, HybridOracle, drawn
+from hybrid_models import BASE, FP8_SCALE, HybridOracle, drawn, fp8, write_native
+from model_harness import Harness, run_schedule
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.sites import model_sites
 from ds_runtime.offline.llm import LLM
 from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.weights.load import quant_of
 
 GREEDY = SamplingParams(max_tokens=14, logprobs=0, ignore_eos=True)
 SCORED = SamplingParams(max_tokens=14, logprobs=0, prompt_logprobs=0, ignore_eos=True)
@@ -81,3 +85,74 @@ def test_whoever_is_preempted_answers_the_same(six):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=250, logprobs=0, ignore_eos=True))
         assert llm.stats().preemptions > 0
         compare(oracle, prompts, outputs, scored=False)
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["fp4 experts", "base"])
+def test_native_checkpoints(tmp_path, base):
+    """Those of DeepSeek: two e2m1 in a byte, FP8 in blocks, exponents for scales; and of base
+    models, whose experts are FP8."""
+    values = {**BASE, "hidden_size": 160, "q_lora_rank": 144, "moe_intermediate_size": 64}
+    oracle = HybridOracle(values, seed=2)
+    oracle.round()
+    if base:
+        for name, p in oracle.model.named_parameters():
+            if ".mlp.experts." in name:
+                p.data = fp8(p.data).to(p.dtype) * FP8_SCALE
+    write_native(oracle, tmp_path, base)
+    config = EngineConfig(model=str(tmp_path), **SETTINGS)
+    prompts = [oracle.prompt(n, n) for n in (3, 150)]
+    with LLM(tmp_path, **SETTINGS) as llm:
+        compare(oracle, prompts, llm.generate(prompts, SCORED))
+    sites = model_sites(load_config(tmp_path), quant_of(assemble(config)).format_of)
+    formats = {site.op: set() for site in sites}
+    for site in sites:
+        formats[site.op].add(site.weight_format)
+    assert formats["experts_limited"] == {"fp8_block" if base else "mxfp4"}
+    assert formats["grouped_linear"] == {"fp8_block"}
+    assert formats["linear"] == {"fp8_block", "dense"}  # compressors and the head
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_of_any_kind(six, seed):
+    """Whole, chunked, mixed and decoding, in pages and blocks of any order; nothing that is not a
+    sequence's own is read or written."""
+    folder, oracle = six
+    harness = Harness(assemble(EngineConfig(model=folder, **SETTINGS)), pages=32)
+    prompts = [oracle.prompt(n, 30 + n) for n in (1, 50, 131, 260)]
+    found = run_schedule(harness, prompts, seed, [7, 40, 200][seed])
+    for tokens, logits in zip(prompts, found, strict=True):
+        assert (logits.log_softmax(-1) - oracle.logprobs(tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_are_taken_back(six, seed):
+    """Steps verify three tokens of which any number is wrong, across ends of windows and pages;
+    without room for them in the rings it is told apart."""
+    folder, oracle = six
+    assembly, draw = assemble(EngineConfig(model=folder, **SETTINGS)), random.Random(seed)
+    (tokens,) = [oracle.prompt(300, 70 + seed)]
+    want = oracle.logprobs(tokens)
+
+    def error(undo):
+        harness = Harness(assembly, pages=8, undo=undo)
+        (sequence,) = harness.sequences([tokens], seed)
+        harness.step([(sequence, 100)])
+        worst = 0.0
+        while sequence.done < len(tokens):
+            rest = tokens[sequence.done : sequence.done + 4]
+            right = draw.randint(1, len(rest))
+            tried = rest[:right] + [draw.randrange(131) for _ in rest[right:]]
+            logits = harness.verify(sequence, tried)[:right].log_softmax(-1)
+            worst = max(worst, float((logits - want[sequence.done :][:right]).abs().max()))
+            sequence.done += right
+        return worst
+
+    assert error(3) < 1e-4
+    assert not error(0) < 1e-2
+
+
+def test_two_ranks_answer_as_one(six):
+    folder, oracle = six
+    prompts = [oracle.prompt(n, n) for n in (5, 129, 200)]
+    with LLM(folder, **{**SETTINGS, "kv_memory": "50MB"}, tp=2) as llm:
+        compare(oracle, prompts, llm.generate(prompts, SCORED))
