@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_runtime.description import tree
 from ds_runtime.description.caches import ENTRIES, OPEN, OPEN_INDEX, WINDOW
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.model.hybrid.step import HybridStep, Part
+from ds_runtime.model.hybrid.step import HybridStep, RowSpan
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.contracts.caches import INDEX
 
@@ -91,7 +91,7 @@ class EntryIndexer:
             for part, wanted in zip(step.parts, scored, strict=True)
         ]
 
-    def _best(self, q: Tensor, weights: Tensor, cache: Tensor, part: Part) -> Tensor:
+    def _best(self, q: Tensor, weights: Tensor, cache: Tensor, part: RowSpan) -> Tensor:
         """[count, top_k] int32."""
         seen = part.seen(self.ratio)
         own = part.of(q), part.of(weights), cache, part.page_table, part.owners
@@ -165,7 +165,13 @@ class WindowAttention:
         ops.cache_write(cache, rows[:, : self.plain], rows[:, self.plain :], slots)
 
     def _attend(
-        self, part: Part, q: Tensor, kv: Tensor, recent: Tensor, compressed: Tensor, slots: Tensor
+        self,
+        part: RowSpan,
+        q: Tensor,
+        kv: Tensor,
+        recent: Tensor,
+        compressed: Tensor,
+        slots: Tensor,
     ) -> Tensor:
         """[count, heads, d]. Rows that decode find each other in the cache; those of a prompt may
         be more than a block has entries, and are written behind it.

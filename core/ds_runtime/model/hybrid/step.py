@@ -13,7 +13,7 @@ from ds_runtime.ops.contracts.caches import Caches
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSpan:
     """Rows [first, first + count) of a step: those that decode, or those of prompts.
 
     page_table: as in DecodePart. owners: [count] int32, each row's sequence in it. blocks: [count]
@@ -63,7 +63,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class HybridStep:
     """Of one step what all layers share. ids: of tokens, of all rows that `exchange.enter` gives.
-    blocks: [T] int64, as in Part. tables: rotations, of layers with a window alone and of those
+    blocks: [T] int64, as in RowSpan. tables: rotations, of layers with a window alone and of those
     with compressed entries. always: rows are scored however few entries they see.
     """
 
@@ -71,7 +71,7 @@ class HybridStep:
     caches: Caches
     ids: Tensor
     blocks: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[RowSpan, ...]
     tables: tuple[Tensor, Tensor]
     always: bool
     _every: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class HybridStep:
         batch: Batch, caches: Caches, ids: Tensor, tables: tuple[Tensor, Tensor], always: bool
     ) -> HybridStep:
         assert batch.blocks is not None, "requests keep states"
-        parts, found, sequences = list[Part](), list[Tensor](), 0
+        parts, found, sequences = list[RowSpan](), list[Tensor](), 0
         for part in (batch.decode, batch.prefill):
             if part is None:
                 continue
@@ -96,7 +96,7 @@ class HybridStep:
             own = batch.blocks[sequences:][owners.to(torch.int64)]
             own = torch.where(batch.slots[rows] < 0, -1, own)
             table, positions = part.page_table, batch.positions[rows]
-            parts.append(Part(first, decodes, table, owners, own, positions, most))
+            parts.append(RowSpan(first, decodes, table, owners, own, positions, most))
             found.append(own)
             sequences += table.shape[0]
         blocks = torch.cat(found) if found else batch.positions
@@ -108,8 +108,8 @@ class HybridStep:
         closes = ((batch.positions + 1) % ratio == 0) & (batch.slots >= 0)
         return torch.where(closes, batch.slots // ratio, -1)
 
-    def every(self, part: Part, ratio: int, size: int) -> Tensor:
-        """`Part.every` of all entries, made once for all layers."""
+    def every(self, part: RowSpan, ratio: int, size: int) -> Tensor:
+        """`RowSpan.every` of all entries, made once for all layers."""
         key = part.first, ratio
         if key not in self._every:
             self._every[key] = part.every(ratio, size)
