@@ -12,8 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.description.hybrid.structure import native_name
+from ds_runtime.sampling_params import SamplingParams
 from ds_runtime_kit.models.oracle import _gap
 
+GREEDY = SamplingParams(max_tokens=14, logprobs=0, ignore_eos=True)
+SCORED = SamplingParams(max_tokens=14, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1, "context_length": 512}
 TIE = 5e-6  # what a choice of entries or experts may hang on
 BASE = {
     "vocab_size": 131, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 6,
@@ -220,3 +224,10 @@ def write_native(oracle, folder, base=False):
         "weight_block_size": [128, 128], "scale_fmt": "ue8m0",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(raw))
+
+
+def compare(oracle, prompts, outputs, scored=True, least=0.5):
+    found = [oracle.worst(p, o, scored) for p, o in zip(prompts, outputs, strict=True)]
+    clear = [error for error in found if error is not None]
+    assert len(clear) >= least * len(found), "hardly an answer has clear choices"
+    assert max(clear) < 1e-4
