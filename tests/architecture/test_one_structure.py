@@ -12,11 +12,13 @@ from functools import cache
 from pathlib import Path
 
 from ds_runtime.description.hf import from_hf
-from ds_runtime.description.structure import by_name, draft_of, model_of
+from ds_runtime.description.structure import draft_of, model_of
+from ds_runtime.description.tree import by_name
 from ds_runtime_bench.shapes import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STRUCTURE = "core/ds_runtime/description/structure.py"
+TREE = "core/ds_runtime/description/tree.py"  # of words that are places of every model
 # Other files that spell a weight's name, and why.
 SPELL = {
     # What others call them, or say of them.
@@ -28,11 +30,12 @@ SPELL = {
     # Words that are also something else than a weight's name.
     "core/ds_runtime/description/config.py": "a field: how many shared experts",
     "core/ds_runtime/description/hf.py": "the same field",
-    "core/ds_runtime/description/hybrid.py": "the same field",
+    "core/ds_runtime/description/hybrid/config.py": "the same field",
+    "core/ds_runtime/description/hybrid/structure.py": "the names of DeepSeek-V4",
     "core/ds_runtime/description/joins.py": "the name of a rule",
     "core/ds_runtime/cli/known.py": "the name of that rule",
     "core/ds_runtime/model/attention.py": "an attribute of a layer",
-    "core/ds_runtime/model/deepseek.py": "an attribute of a layer",
+    "core/ds_runtime/model/base.py": "an attribute of a model",
     # Tools that check the rest may not be derived from it.
     "kit/bench/ds_runtime_bench/checkpoints/gguf.py": "the names of GGUF files",
     "kit/bench/ds_runtime_bench/ops/measure.py": "places of experts one by one",
@@ -96,8 +99,8 @@ def test_names_of_weights_stand_in_one_file():
     words = names()
     assert {"kv_b_proj", "q_proj", "q_a_proj", "wq_b", "shared_experts", "eh_proj"} <= words
     found = {word: spelling(word) for word in sorted(words)}
-    assert all(STRUCTURE in where for where in found.values())
-    others = {word: where - {STRUCTURE} - SPELL.keys() for word, where in found.items()}
+    assert all({STRUCTURE, TREE} & where for where in found.values())
+    others = {word: where - {STRUCTURE, TREE} - SPELL.keys() for word, where in found.items()}
     assert not {word: where for word, where in others.items() if where}
     spelt = set().union(*found.values())
     assert not SPELL.keys() - spelt, "these spell none any more: take them off the list"

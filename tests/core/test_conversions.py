@@ -14,7 +14,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes, packed_bytes
 from ds_runtime.assembly.plan import render
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.structure import joined
+from ds_runtime.description.tree import joined
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import Binder
 from ds_runtime.ops.binding.pins import Pin

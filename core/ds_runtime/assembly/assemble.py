@@ -21,6 +21,7 @@ from ds_runtime.assembly.site_list import SiteList, apart
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
+from ds_runtime.config.fields import flag_of
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
@@ -87,6 +88,8 @@ def assemble(
     folder = resolve_model(config.model)
     model = load_config(folder)
     model.check_tp(config.tp, Mesh.of(config).attn_tp)
+    if model.hybrid is not None:
+        _refuse_hybrid(config, model)
     if model.indexing is None:
         refuse_sparse(config, model.architecture)
     model = _expanded(config, model)
@@ -229,6 +232,21 @@ def _expanded(config: EngineConfig, model: ModelConfig) -> ModelConfig:
             "read: leave the flag out"
         )
     return replace(model, expanded=config.disable_mla)
+
+
+def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
+    """UnsupportedError for what DeepSeek-V4 is not served with."""
+    refused = {
+        "speculative_algorithm": config.speculative_algorithm is not None,
+        "lora": bool(config.lora),
+        "batch_invariant": config.batch_invariant,
+        "quantize": config.quantize != "none",
+    }
+    for name, given in refused.items():
+        if given:
+            raise UnsupportedError(
+                f"{flag_of(name)}: {model.architecture} is not served with it: leave the flag out"
+            )
 
 
 def _check_threads(config: EngineConfig) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.description.structure import padded
+from ds_runtime.description.tree import padded
 from ds_runtime.parallel.mesh import Mesh
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import Ranks, adaptable_modules
+from ds_runtime.description.structure import adaptable_modules
+from ds_runtime.description.tree import Ranks
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Kernel, Site
@@ -16,6 +17,7 @@ from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
 
 _GROUP = 128  # columns that share a scale, of which kernels keep at most one per row
+_FLOATS = {"router_logits", "hc_pre", "hc_head"}  # whose weights are in float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -64,7 +66,7 @@ def _sizes(binding: Binding, dtype: str) -> Iterator[tuple[Site, Kernel | None, 
     for site, kernel in binding.choices:
         if not site.values or (kernel is None and OPS[site.op].optional):
             continue
-        size: float = site.values * (4 if site.op == "router_logits" else ITEM_BYTES[dtype])
+        size: float = site.values * (4 if site.op in _FLOATS else ITEM_BYTES[dtype])
         if (
             kernel is not None
             and site.weight_format in kernel.keeps
@@ -86,8 +88,8 @@ def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
 
 
 def rotation_bytes(config: ModelConfig, positions: int) -> int:
-    """The rotation table: float32 [positions, qk_rope]."""
-    return positions * config.qk_rope * 4
+    """The rotation tables: float32 [positions, qk_rope]. Compressed entries have one of theirs."""
+    return positions * config.qk_rope * 4 * (1 if config.hybrid is None else 2)
 
 
 def page_table_bytes(assembly: Assembly) -> int:

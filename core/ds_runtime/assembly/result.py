@@ -19,7 +19,7 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
-from ds_runtime.ops.contracts.caches import CacheSizes, LaidGroup
+from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
@@ -118,8 +118,9 @@ class Assembly:
     def caches(self) -> tuple[LaidGroup, ...]:
         """The groups of caches, those of the draft layer among them, as one rank has them."""
         facts, undo = self.binding.base, undone(self.config)
+        layouts = {**self.binding.layouts, ROWS: FLOAT_ROWS}
         return tuple(
-            LaidGroup(group, self.binding.layouts[group.name], group.within(facts, undo))
+            LaidGroup(group, layouts[group.layout], group.within(facts, undo))
             for group in cache_groups(self.model, self.nextn)
         )
 

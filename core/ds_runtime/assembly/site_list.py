@@ -17,7 +17,8 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.joins import JOINS
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import Verify, model_sites, nextn_sites
-from ds_runtime.description.structure import EXPERTS, HEAD, JOIN, KV_B, FormatOf
+from ds_runtime.description.structure import JOIN, KV_B
+from ds_runtime.description.tree import EXPERTS, HEAD, FormatOf
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import QuantLoader, Site
 from ds_runtime.ops.table import OPS

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from ds_runtime.checkpoint.files import HEADER, open_plain, read_object
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import EXPERTS, adaptable_modules
+from ds_runtime.description.structure import adaptable_modules
+from ds_runtime.description.tree import EXPERTS
 from ds_runtime.errors import CheckpointError, ConfigError, shown
 
 CONFIG = "adapter_config.json"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ds_runtime.checkpoint.files import read_object
 from ds_runtime.checkpoint.reader import Reader
 from ds_runtime.description.config import ModelConfig, Yarn
-from ds_runtime.description.hybrid import hybrid_config
+from ds_runtime.description.hybrid.config import hybrid_config
 from ds_runtime.description.indexing import check_indexing, read_indexing
 from ds_runtime.description.leftover import left_over
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
@@ -25,7 +25,7 @@ _LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is 
 GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 HYBRID = "DeepseekV4ForCausalLM"
-SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
+SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE, HYBRID)
 _DISTILLED = (
     "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and "
     "this runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
@@ -34,7 +34,7 @@ _RECOGNISED = {
     "Qwen2ForCausalLM": _DISTILLED,
     "LlamaForCausalLM": _DISTILLED,
     "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "
-    "V2 and V3, and this version does not serve it",
+    "V4, and this version does not serve it",
 }
 
 
@@ -51,11 +51,6 @@ def load_config(folder: Path) -> ModelConfig:
     if beside.exists():
         raw = with_quant_file(raw, read_object(beside))
     config = from_hf(raw, str(path))
-    if config.hybrid is not None:
-        raise UnsupportedError(
-            f"{path}: {HYBRID}: DeepSeek-V4 has another attention, residual and expert format than "
-            f"V2 and V3, and this version does not serve it; supported: {', '.join(SUPPORTED)}"
-        )
     if config.quantization and (said := left_over(folder, config.quantization, QUANT_FILE)):
         return replace(config, quantization={}, left_over=said)
     return config
@@ -132,7 +127,7 @@ def _common(get: Reader) -> dict[str, Any]:
 def _architecture(get: Reader) -> str:
     names = get.strings("architectures")
     name = names[0] if names else get.text("model_type") or "none"
-    if name in (*SUPPORTED, HYBRID):
+    if name in SUPPORTED:
         return name
     supported = ", ".join(SUPPORTED)
     if name in _RECOGNISED:

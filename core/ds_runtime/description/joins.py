@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ds_runtime.description.structure import (
-    JOINED_INPUTS,
-    AttentionNode,
-    BlockNode,
-    LinearNode,
-    MoeNode,
-    joined,
-)
+from ds_runtime.description.structure import JOINED_INPUTS
+from ds_runtime.description.tree import AttentionNode, BlockNode, LinearNode, MoeNode, joined
 
 QKV_A, INDEX_KEYS, SHARED_EXPERTS = "qkv_a", "index_keys", "shared_experts"
 JOINS = (QKV_A, INDEX_KEYS, SHARED_EXPERTS)

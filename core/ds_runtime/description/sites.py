@@ -7,19 +7,20 @@ that is not listed here raises at its first call.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hybrid.sites import stream_sites
 from ds_runtime.description.joins import rewritten
 from ds_runtime.description.nextn import NextN
-from ds_runtime.description.structure import (
+from ds_runtime.description.structure import JOINED_INPUTS, draft_of, model_of
+from ds_runtime.description.tree import (
     ATTENTION,
     EMBEDDING,
     EXPERTS,
     INDEXER,
-    JOINED_INPUTS,
     MLP,
     AttentionNode,
     BlockNode,
@@ -30,9 +31,10 @@ from ds_runtime.description.structure import (
     Ranks,
     Stored,
     SwiGluNode,
-    draft_of,
     joined,
-    model_of,
+    made,
+    product_site,
+    router_site,
 )
 from ds_runtime.ops.contract import DRAFT, Phase, Site
 
@@ -71,8 +73,10 @@ def model_sites(
     make, sites = _Sites(config, ranks, alone), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
-        sites.append(_made(Site("embed", -1, EMBEDDING), [model.embedding], values))
-    if model.norm is not None:
+        sites.append(made(Site("embed", -1, EMBEDDING), [model.embedding], values))
+    if model.streams is not None:
+        sites += stream_sites(model.streams, ranks)
+    elif model.norm is not None:
         sites.append(Site("add_rms_norm", -1, "norm"))
     for block in model.blocks:
         sites += make.block(rewritten(block, apart, adapted), verify)
@@ -119,14 +123,6 @@ def nextn_sites(
     return [replace(site, role=DRAFT) for site in sites]
 
 
-def _made(site: Site, parts: Sequence[Stored], values: int) -> Site:
-    return replace(site, weights=tuple(part.name for part in parts), values=values)
-
-
-def _router(stored: Stored, layer: int, module: str) -> Site:
-    return _made(Site("router_logits", layer, module), [stored], math.prod(stored.shape))
-
-
 def _quantising(op: str, into: Site, module: str, phase: Phase = "any") -> list[Site]:
     """A fusion with the quantisation in front of a Linear, if that may take activations so."""
     fits = into.weight_format == "fp8_block" and into.shape[1] % _BLOCK == 0
@@ -142,10 +138,7 @@ class _Sites:
         self.decode = "mha_decode" if config.expanded else "mla_decode"  # where it is dense
 
     def product(self, linear: LinearNode, op: str = "linear") -> Site:
-        form, stored = joined(part.format for part in linear.parts)
-        shape = linear.shape(self.ranks)
-        site = Site(op, linear.layer, linear.module, "any", form, shape, stored=stored)
-        return _made(site, linear.parts, math.prod(shape))
+        return product_site(linear, self.ranks, op)
 
     def block(self, block: BlockNode, verify: Verify) -> Iterator[Site]:
         layer = block.layer
@@ -204,17 +197,17 @@ class _Sites:
         values = math.prod(shape) + math.prod(a.up.shape(ranks)) + keys
         if not several:
             site = Site("mla_inputs", a.layer, INPUTS, "decode", form, shape)
-            yield _made(site, parts, values)
+            yield made(site, parts, values)
 
     def indexer(self, indexer: IndexerNode, layer: int) -> Iterator[Site]:
         yield Site("index_prologue", layer, INDEXER)
         yield Site("index_select", layer, INDEXER)
-        yield _router(indexer.weights, layer, INDEXER)
+        yield router_site(indexer.weights, layer, INDEXER)
         yield self.product(indexer.query)
 
     def moe(self, moe: MoeNode) -> Iterator[Site]:
         layer, count, shared, one = moe.layer, len(moe.experts), moe.shared, moe.experts[0]
-        yield _router(moe.router, layer, MLP)
+        yield router_site(moe.router, layer, MLP)
         yield Site("route", layer, MLP)
         form, stored = joined(moe.experts.formats)
         if moe.single:
@@ -227,7 +220,7 @@ class _Sites:
             if shared is not None and moe.slots:  # each reads all rows of its columns of down
                 parts = [*shared.gate_up.parts, *moe.slots * shared.down.parts]
             site = Site("experts", layer, EXPERTS, "any", form, shape, stored=stored)
-            yield _made(site, parts, 3 * math.prod(shape))
+            yield made(site, parts, 3 * math.prod(shape))
         if shared is not None and not moe.slots:
             yield from self.swiglu(shared)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import read_header
 from ds_runtime.description.adapter import PREFIX, WEIGHTS, PeftConfig, check_weights
-from ds_runtime.description.structure import EXPERTS, Stored
+from ds_runtime.description.tree import EXPERTS, Stored
 from ds_runtime.errors import CheckpointError
 from ds_runtime.weights.layouts import FLOATS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 from ds_runtime.errors import CheckpointError, DsRuntimeError
 from ds_runtime.lora.read import Adapter
 from ds_runtime.model.rope import paired_rows

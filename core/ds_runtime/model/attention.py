@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.description import structure
+from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import TREE, VERIFY
 from ds_runtime.model.indexer import Indexer, LayerStep
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.weights.loader import Loader
 
-AT = structure.ATTENTION
+AT = tree.ATTENTION
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
 
 
@@ -32,7 +32,7 @@ class Inputs:
     x; keys = wk x where the layer has an indexer.
     """
 
-    def __init__(self, load: Loader, node: structure.AttentionNode) -> None:
+    def __init__(self, load: Loader, node: tree.AttentionNode) -> None:
         self.norm: RmsNormLayer | None = None
         if node.up is not None and node.norm is not None:
             ops = load.ops(node.layer, AT)
@@ -106,7 +106,7 @@ class Attention:
 
     DECODE: ClassVar[str] = "mla_decode"  # the op whose kernels attend the cache
 
-    def __init__(self, config: ModelConfig, load: Loader, node: structure.AttentionNode) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: tree.AttentionNode) -> None:
         layer = node.layer
         self.ops = load.ops(layer, AT)
         self.comm = load.head_comm

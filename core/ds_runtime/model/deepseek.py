@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_runtime.description import structure
+from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.attention import Attention, Projected
+from ds_runtime.model.base import LanguageModel, Moves
 from ds_runtime.model.expanded import ExpandedAttention
 from ds_runtime.model.indexer import LayerStep, Selection
-from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
+from ds_runtime.model.layers import Codes, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), with the sum carried as `residual`."""
 
-    def __init__(self, config: ModelConfig, load: Loader, node: structure.BlockNode) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: tree.BlockNode) -> None:
         layer = node.layer
         ops = load.ops(layer, "block")
         self.exchange = load.exchange
@@ -40,7 +40,7 @@ class DecoderLayer:
         self.mlp_norm = RmsNormLayer(ops, load.vector(node.mlp_norm), config.eps)
         self.mlp: DenseMlp | MoeMlp = (
             MoeMlp(config, load, node.mlp)
-            if isinstance(node.mlp, structure.MoeNode)
+            if isinstance(node.mlp, tree.MoeNode)
             else DenseMlp(load, node.mlp)
         )
 
@@ -89,16 +89,6 @@ class DecoderLayer:
         return self.mlp(normed, batch), residual
 
 
-class Moves(NamedTuple):
-    """Cached tokens that change places: sources and targets as in CacheMove, and the row of the
-    step that computed each. [sequences, n] int64.
-    """
-
-    sources: Tensor
-    targets: Tensor
-    rows: Tensor
-
-
 class Cut(NamedTuple):
     """One layer's attention between two pieces of a forward."""
 
@@ -112,31 +102,18 @@ class Cut(NamedTuple):
         return self._replace(projected=self.projected.each(made), residual=made(self.residual))
 
 
-class DeepSeekModel:
+class DeepSeekModel(LanguageModel):
     """One rank's part of the model; `load` reads and packs its weights block by block.
 
     positions: how many the rotation table covers, so the longest context.
     """
 
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
-        self.config = config
-        self.world, self.comm, self.exchange = load.world, load.comm, load.exchange
-        base, self.dtype = load.bound.base, load.dtype
-        self.scores_all = base.graph_capture or base.batch_invariant  # what a row sees decides else
-        self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
         node = load.tree
-        assert isinstance(node, structure.ModelTree) and node.embedding and node.norm and node.head
-        self.embed = load.embedding(node.embedding)
+        assert isinstance(node, tree.ModelTree)
         self.blocks = [DecoderLayer(config, load, block) for block in node.blocks]
-        self._running: Sequence[int] = range(len(self.blocks))
-        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
-        self.lm_head = load.head(node.head)
-        self.draft_head = load.draft_head(node.head) or self.lm_head
-        self.lora = load.lora
-        self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
-        if load.lora is not None:
-            self.packed_bytes += load.lora.nbytes
+        super().__init__(config, load, len(self.blocks), self.cos_sin.nbytes)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: Caches, every: bool = False) -> Tensor:
@@ -162,20 +139,11 @@ class DeepSeekModel:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.exchange.collect(self.norm.add(x, residual)[0], batch.order)
 
-    @contextmanager
-    def only(self, layers: Sequence[int]) -> Iterator[None]:
-        """Steps run these layers alone, in rising order: what is to compile, and not to answer."""
-        before, self._running = self._running, layers
-        try:
-            yield
-        finally:
-            self._running = before
-
     def _layers(
         self, caches: Caches, batch: Batch, selection: Selection | None = None
     ) -> Iterator[tuple[DecoderLayer, LayerStep]]:
         """Each layer that runs, and what it sees of a step."""
-        for layer in self._running:
+        for layer in self.running:
             own = caches.of(KV, layer), self.cos_sin, caches.get(INDEX, layer)
             yield self.blocks[layer], LayerStep(batch, *own, selection)
 
@@ -239,11 +207,6 @@ class DeepSeekModel:
         out, residual = cut.block.leave(out, residual, replace(batch, order=tail))
         return self.exchange.collect(self.norm.add(out, residual)[0], batch.order)
 
-    def embedded(self, ids: Tensor, batch: Batch) -> Tensor:
-        """Of one token per row of this rank: [T] → [T, hidden]."""
-        every = self.exchange.enter(ids, batch.order)
-        return self.exchange.leave(self.embed(every), batch.order, ids.shape[0])
-
     @torch.inference_mode()
     def move(self, caches: Caches, batch: Batch, moves: Moves) -> None:
         """Bring the kept nodes of trees to other places in every cache. batch: the step that
@@ -268,28 +231,3 @@ class DeepSeekModel:
     def state_keys(self, part: DecodePart) -> frozenset[str]:
         """Keys of the step states that attention of such rows reads."""
         return frozenset(key for block in self.blocks for key in block.state_keys(part))
-
-    @torch.inference_mode()
-    def logits(
-        self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
-    ) -> Tensor:
-        """The head: [rows, hidden] → [rows, vocab] float32, the same on every rank.
-
-        Collective: every rank calls it for the same rows. A row's logits take 4 bytes per
-        vocabulary entry, so many rows go through in slices. out: [rows, vocab] float32 to write to.
-        adapters: those of the rows, as in Batch.
-        """
-        return self._logits(self.lm_head, hidden, out, adapters)
-
-    @torch.inference_mode()
-    def draft_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`logits` for drafts, which may come of a copy of the head in fewer bits."""
-        return self._logits(self.draft_head, hidden, out, None)
-
-    def _logits(
-        self, head: LinearLayer, hidden: Tensor, out: Tensor | None, adapters: Tensor | None
-    ) -> Tensor:
-        if self.comm.size == 1 and head.packed.shape[0] == self.config.vocab_size:
-            return head.float32(hidden, adapters, out)
-        logits = self.comm.all_gather(head(hidden, adapters))[:, : self.config.vocab_size]
-        return logits.to(torch.float32) if out is None else out.copy_(logits)

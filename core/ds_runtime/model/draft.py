@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_runtime.description.structure import DraftTree
+from ds_runtime.description.tree import DraftTree
 from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
 from ds_runtime.model.indexer import LayerStep
 from ds_runtime.model.layers import RmsNormLayer

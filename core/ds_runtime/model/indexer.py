@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.description import structure
+from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import INDEXER_TREE
-from ds_runtime.description.structure import INDEXER
+from ds_runtime.description.tree import INDEXER
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
 from ds_runtime.ops.contracts.attention.index import scored_rows
 
@@ -114,13 +114,13 @@ class Selection:
         seen = (batch.positions + 1).to(torch.int32)
         if (part := batch.decode) is not None:
             scored = always or max(part.host_kv_lens, default=0) > top_k
-            owners, window, lens = _decode_owners(part), None, seen[:n]
+            owners, window, lens = decode_owners(part), None, seen[:n]
             if part.tree is not None:
                 columns = part.page_table.shape[1] * page_size
                 window, lens = Window.of(part.tree, part.kv_lens[owners], columns)
             made.decode = Part(0, part.page_table, owners, lens, scored, window)
-        if (prefill := batch.prefill) is not None and _longest(prefill) > top_k:
-            owners = _prefill_owners(prefill)
+        if (prefill := batch.prefill) is not None and longest(prefill) > top_k:
+            owners = prefill_owners(prefill)
             made.prefill = Part(n, prefill.page_table, owners, seen[n:], True)
         return made
 
@@ -136,7 +136,7 @@ class LayerStep(NamedTuple):
     selection: Selection | None = None
 
 
-def _decode_owners(part: DecodePart) -> Tensor:
+def decode_owners(part: DecodePart) -> Tensor:
     device, counts = part.page_table.device, part.q_lens
     if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
         every = counts[0] if counts else 1
@@ -146,13 +146,13 @@ def _decode_owners(part: DecodePart) -> Tensor:
     return torch.tensor(owners, dtype=torch.int32, device=device)
 
 
-def _prefill_owners(part: PrefillPart) -> Tensor:
+def prefill_owners(part: PrefillPart) -> Tensor:
     ends = part.q_segs.cu[1:]
     rows = torch.arange(part.q_segs.total, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, rows, right=True, out_int32=True)
 
 
-def _longest(part: PrefillPart) -> int:
+def longest(part: PrefillPart) -> int:
     """Most tokens that a row of these sequences sees."""
     lens = list(part.q_segs.lens)
     for chunk in part.prefix:
@@ -169,7 +169,7 @@ class Indexer:
         config: ModelConfig,
         load: Loader,
         layer: int,
-        node: structure.IndexerNode,
+        node: tree.IndexerNode,
         keys_come: bool = False,
     ) -> None:
         assert config.indexing is not None

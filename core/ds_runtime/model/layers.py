@@ -11,7 +11,7 @@ from ds_runtime.ops.contract import Facts
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
-    from ds_runtime.ops.contracts import linear, moe
+    from ds_runtime.ops.contracts import limited, linear, moe
     from ds_runtime.ops.contracts.attention import latent
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
@@ -112,6 +112,20 @@ class RmsNormLayer:
         return Codes(q, scale), summed
 
 
+class GroupedLayer:
+    """y[:, g] = x[:, g] · W[g]ᵀ with this rank's groups."""
+
+    __slots__ = ("_kernel", "packed")
+
+    def __init__(self, kernel: linear.GroupedLinear, weight: Weight, facts: Facts) -> None:
+        self._kernel = kernel
+        self.packed: Packed = kernel.pack(weight, facts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, groups, in] → [tokens, groups · out]."""
+        return self._kernel.apply(x, self.packed)
+
+
 class Embedding:
     """This rank's rows of the vocabulary, the first being token `start`."""
 
@@ -185,12 +199,20 @@ class Absorb:
 
 
 class ExpertsLayer:
-    """The routed experts of one layer, this rank's width of each."""
+    """The routed experts of one layer, this rank's width of each. limit: of their activations, if
+    the kernel is one of ExpertsLimited."""
 
-    __slots__ = ("_kernel", "packed")
+    __slots__ = ("_kernel", "_limit", "packed")
 
-    def __init__(self, kernel: moe.Experts, source: ExpertSource, facts: Facts) -> None:
-        self._kernel = kernel
+    def __init__(
+        self,
+        kernel: moe.Experts | limited.ExpertsLimited,
+        source: ExpertSource,
+        facts: Facts,
+        limit: float | None = None,
+    ) -> None:
+        self._kernel: Any = kernel
+        self._limit = () if limit is None else (limit,)
         self.packed: Packed = kernel.pack(source, facts)
 
     def __call__(
@@ -200,4 +222,5 @@ class ExpertsLayer:
 
         adapters: of rows whose adapters leave these experts alone.
         """
-        return self._kernel.apply(x, weights, ids, self.packed)
+        out: Tensor = self._kernel.apply(x, weights, ids, *self._limit, self.packed)
+        return out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ds_runtime.description import structure
+from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 
 class SwiGlu:
-    """down(silu(gate x) · up x) on one rank's width; the sum over ranks is the caller's."""
+    """down(silu(gate x) · up x) on one rank's width; the sum over ranks is the caller's. limit: of
+    the activations, where they have one.
+    """
 
-    def __init__(self, load: Loader, node: structure.SwiGluNode) -> None:
+    def __init__(self, load: Loader, node: tree.SwiGluNode, limit: float | None = None) -> None:
+        self.limit = limit
         self.ops = load.ops(node.layer, node.module)
         self.gate_up = load.linear(node.gate_up)
         self.down = load.linear(node.down)
@@ -33,13 +36,15 @@ class SwiGlu:
         groups = self.down.quantizes(x.shape[0], adapters) if self.fused else None
         if groups is not None:
             return self.down(Codes(*self.ops.silu_mul_quantize(inner, *groups)))
+        if self.limit is not None:
+            return self.down(self.ops.silu_mul_limited(inner, self.limit), adapters)
         return self.down(self.ops.silu_mul(inner), adapters)
 
 
 class DenseMlp:
     """The MLP of the first layers."""
 
-    def __init__(self, load: Loader, node: structure.SwiGluNode) -> None:
+    def __init__(self, load: Loader, node: tree.SwiGluNode) -> None:
         self.mlp, self.exchange = SwiGlu(load, node), load.exchange
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -51,30 +56,44 @@ class DenseMlp:
 
 class MoeMlp:
     """Routed experts plus the shared experts, which are added unscaled: one SwiGLU, or slots behind
-    the routed experts that every token takes.
+    the routed experts that every token takes. By scores, or by what the ids of tokens say.
     """
 
-    def __init__(self, config: ModelConfig, load: Loader, node: structure.MoeNode) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: tree.MoeNode) -> None:
         assert config.routing is not None
-        self.ops = load.ops(node.layer, structure.MLP)
+        self.ops = load.ops(node.layer, tree.MLP)
         self.exchange = load.exchange
         self.router = load.wide(node.router)
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
+        limit = None if config.hybrid is None else config.hybrid.limit
+        self.softplus = config.routing.scoring == "sqrtsoftplus"
+        self.table = None if node.table is None else load.ids(node.table)
         self.shared: SwiGlu | None = None
         if node.shared is not None and not slots:
-            self.shared = SwiGlu(load, node.shared)
+            self.shared = SwiGlu(load, node.shared, limit)
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""
+    def __call__(self, x: Tensor, batch: Batch, ids: Tensor | None = None) -> Tensor:
+        """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once. ids: of
+        the tokens of all rows that `enter` gives, where these may say which experts.
+        """
         count, adapters = x.shape[0], self.exchange.adapters(batch)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
         logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
-        weights, ids = self.ops.route(logits, self.bias, self.routing)
-        out = self.experts(x, weights, ids, adapters)
+        out = self.experts(x, *self.route(logits, ids), adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
         return self.exchange.leave(out, batch.order, count)
+
+    def route(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(weights, experts) of each row, [rows, top_k]."""
+        if not self.softplus:
+            return self.ops.route(logits, self.bias, self.routing)
+        given = None
+        if self.table is not None:
+            assert ids is not None, "experts by token need the ids of tokens"
+            given = self.table[ids]
+        return self.ops.route_softplus(logits, self.bias, given, self.routing)

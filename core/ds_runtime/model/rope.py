@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.description.config import ModelConfig, Yarn
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 
 
 def cos_sin_table(

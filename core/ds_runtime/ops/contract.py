@@ -154,6 +154,7 @@ class Facts:
 class Site:
     """A place in the model that needs an op: what the binder decides about.
 
+    group: of the caches that the op reads or writes, where several have the layout of its op.
     captured: False outside the model's forward pass, which is what is captured. count: weights of
     this shape that the place owns. stored: the format of the weight in the checkpoint, where it is
     converted to `weight_format` while it is loaded. weights: names in the model of what the place
@@ -168,6 +169,7 @@ class Site:
     weight_format: str = ""
     shape: tuple[int, ...] = ()
     role: str = "target"
+    group: str = ""
     captured: bool = True
     count: int = 1
     stored: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ds_runtime.description.structure import Axis, Ranks, Stored, padded
+from ds_runtime.description.tree import Axis, Ranks, Stored, padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.mesh import AxisName, Mesh
 

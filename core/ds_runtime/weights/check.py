@@ -7,18 +7,14 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hybrid.structure import DRAFTS
 from ds_runtime.description.leftover import CACHE_SCALES
-from ds_runtime.description.structure import (
-    ATTENTION,
-    HEAD,
-    INDEXER,
-    JOIN,
-    Stored,
-)
+from ds_runtime.description.structure import JOIN
+from ds_runtime.description.tree import ATTENTION, HEAD, INDEXER, Stored
 from ds_runtime.errors import CheckpointError, shown
 from ds_runtime.ops.contract import DENSE
-from ds_runtime.weights.layouts import FLOATS
-from ds_runtime.weights.quant import Place, Quant, wrong_components
+from ds_runtime.weights.layouts import FLOATS, WHOLE_NUMBERS, Expected
+from ds_runtime.weights.quant import Place, Quant, wrong_component, wrong_components
 
 _SHOWN = 4
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -161,6 +157,8 @@ def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
     draft layers behind the last."""
     if ignorable(name) or _shares(name, config):
         return True
+    if config.hybrid is not None and name.startswith(DRAFTS):
+        return True
     if config.tie_embeddings and name == f"{HEAD}.weight":
         return True
     layer = _LAYER.match(name)
@@ -170,6 +168,10 @@ def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
 def _wrong(checkpoint: Checkpoint, quant: Quant, stored: Stored, place: Place) -> list[str]:
     """Complaints about the components of one module, where their shapes are known."""
     shape = None if stored.format else stored.shape
+    if stored.kind == "ids":
+        name, want = place.names[0], Expected((stored.shape,), WHOLE_NUMBERS)
+        complaint = wrong_component(checkpoint, name, want, False)
+        return [] if complaint is None else [complaint]
     said = wrong_components(checkpoint, quant.encoding_of(stored), place, shape)
     stacked = checkpoint.entry(place.names[0]).shape
     if not said and place.index is not None and place.index >= stacked[0]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.formats import FORMATS
@@ -37,7 +37,8 @@ _BASE = {"e4m3": 60.0, "int8": 40.0, "int4": 2.2, "e2m1": 2.0}  # standard devia
 _E2M1 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values 0, 0.5, 1, 1.5, 2, 3, 4, 6
 _ACTIVATION = {"e4m3": 2.0**-5, "int8": 2.0**-3, "int4": 2.0**-5, "e2m1": 2.0**-7}  # static scales
 # Of biases; those of routers would leave some experts idle if they were wider.
-_BARE = {"bias": 0.05, "correction": 0.002}
+_BARE = {"bias": 0.05, "correction": 0.002, "numbers": 0.05}
+_ROWS = 4096  # of a table, after which they repeat
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -116,6 +117,10 @@ def _tensors(
 ) -> Iterator[tuple[str, RandomTensor, tuple[int, ...]]]:
     """(name, content, shape) of one module's tensors."""
     module, shape = stored.module, stored.shape
+    if stored.kind == "ids":
+        assert config.routing is not None
+        yield module, RandomTensor("ids", "I64", 0, (config.experts, shape[1])), shape
+        return
     if stored.bare:
         yield module, RandomTensor("normal", "F32", _BARE[stored.kind]), shape
         return
@@ -267,6 +272,14 @@ def _group(content: RandomTensor) -> Tensor:
     return (order // width).to(DTYPES[content.dtype])
 
 
+def _ids(content: RandomTensor) -> Tensor:
+    """Of each row so many of so many numbers, in no order."""
+    assert content.numbers is not None
+    most, count = content.numbers
+    draws = torch.rand(_ROWS, most, generator=torch.Generator().manual_seed(most))
+    return draws.topk(count, dim=1).indices.to(DTYPES[content.dtype])
+
+
 def _shape(content: RandomTensor) -> Tensor:
     return torch.tensor(content.numbers, dtype=DTYPES[content.dtype])
 
@@ -293,4 +306,5 @@ _KINDS: Mapping[str, Callable[[RandomTensor], Tensor]] = {
     "zero_128": _same(128),
     "group": _group,
     "shape": _shape,
+    "ids": _ids,
 }

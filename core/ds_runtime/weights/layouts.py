@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-_WHOLE_NUMBERS = ("I32", "I64")
+WHOLE_NUMBERS = ("I32", "I64")
 _CODES = {"float8_e4m3fn": ("F8_E4M3",), "int8": ("I8",), "": FLOATS}
 _PACK = 8  # codes in an int32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where rows 0 … 7 of a word are
@@ -63,8 +63,8 @@ def expected(encoding: Encoding, shape: tuple[int, ...]) -> Mapping[str, Expecte
     found |= {
         "global": Expected(((), (1,)), ("F32",)),
         "input_scale": one,
-        "group": Expected(((cols,),), _WHOLE_NUMBERS),
-        "shape": Expected(((2,),), _WHOLE_NUMBERS),
+        "group": Expected(((cols,),), WHOLE_NUMBERS),
+        "shape": Expected(((2,),), WHOLE_NUMBERS),
     }
     return {component: found[component] for component in encoding.tensors}
 

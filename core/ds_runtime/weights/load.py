@@ -17,12 +17,17 @@ from ds_runtime.assembly.estimate import (
 )
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import tensors_of
 from ds_runtime.common.progress import Progress, amount
+from ds_runtime.description.hybrid.structure import native_name
 from ds_runtime.description.nextn import NextN
-from ds_runtime.description.structure import by_name, draft_of, model_of
+from ds_runtime.description.structure import draft_of, model_of
+from ds_runtime.description.tree import by_name
 from ds_runtime.errors import ConfigError
+from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
+from ds_runtime.model.hybrid.model import HybridModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.parallel.world import World
@@ -42,7 +47,7 @@ def load_model(
     device: Any,
     progress: bool = False,
     local_rank: int = 0,
-) -> DeepSeekModel:
+) -> LanguageModel:
     """The model of this rank, packed on `device`. `progress` shows a bar, and what is not read.
     local_rank: the platform's number for the device.
 
@@ -55,11 +60,12 @@ def load_model(
         for said in filter(None, unread) if progress else ():
             print(f"warning: {said}", file=sys.stderr, flush=True)
         with _shown(load, "loading weights", progress):
-            return DeepSeekModel(assembly.model, load, positions_of(assembly))
+            kind = DeepSeekModel if assembly.model.hybrid is None else HybridModel
+            return kind(assembly.model, load, positions_of(assembly))
 
 
 def load_draft(
-    assembly: Assembly, model: DeepSeekModel, bound: BoundOps, device: Any, progress: bool = False
+    assembly: Assembly, model: LanguageModel, bound: BoundOps, device: Any, progress: bool = False
 ) -> DraftModel | None:
     """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
     if assembly.nextn is None:
@@ -68,6 +74,7 @@ def load_draft(
         _loader(assembly, bound, model.world, device, assembly.nextn) as load,
         _shown(load, "loading the draft layer", progress),
     ):
+        assert isinstance(model, DeepSeekModel), "drafts of other models were refused"
         return DraftModel(model, load)
 
 
@@ -112,7 +119,10 @@ def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Che
     """The checkpoint of the model or of its draft layer, or random tensors in its place."""
     folder = assembly.folder if nextn is None else nextn.folder
     if assembly.config.load_format != "dummy":
-        return Checkpoint(folder, allow_nan=assembly.config.allow_nan_weights)
+        entries = None
+        if assembly.model.hybrid is not None:
+            entries = {native_name(name): entry for name, entry in tensors_of(folder).items()}
+        return Checkpoint(folder, entries, allow_nan=assembly.config.allow_nan_weights)
     model, of = assembly.model, quant.format_of
     tree = model_of(model, of) if nextn is None else draft_of(model, nextn.layer, of)
     return DummyCheckpoint(folder, model, quant, by_name(tree).values())

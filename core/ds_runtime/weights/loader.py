@@ -19,25 +19,35 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import DRAFT_HEAD, INPUTS
 from ds_runtime.description.structure import (
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
     JOINED_INPUTS,
     SHARED,
-    AttentionNode,
-    DraftTree,
-    LinearNode,
-    ModelTree,
-    MoeNode,
-    Stored,
     adaptable_modules,
-    by_name,
     draft_of,
     model_of,
 )
+from ds_runtime.description.tree import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    AttentionNode,
+    DraftTree,
+    LinearNode,
+    MixNode,
+    ModelTree,
+    MoeNode,
+    Stored,
+    by_name,
+)
 from ds_runtime.lora.experts import AdaptedExperts
 from ds_runtime.lora.slots import Delta, LoraSlots
-from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
+from ds_runtime.model.layers import (
+    Absorb,
+    Embedding,
+    ExpertsLayer,
+    GroupedLayer,
+    LinearLayer,
+    MlaInputsLayer,
+)
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Site
@@ -51,7 +61,7 @@ from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.quant import PartRequest, Place, Quant
 from ds_runtime.weights.rows import with_order, with_rows
 
-_Layer = TypeVar("_Layer", LinearLayer, Absorb, MlaInputsLayer, ExpertsLayer)
+_Layer = TypeVar("_Layer", LinearLayer, GroupedLayer, Absorb, MlaInputsLayer, ExpertsLayer)
 _AHEAD = 6  # experts that are read side by side before they are asked for
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
@@ -168,8 +178,20 @@ class Loader:
         return self._held(self._read(stored).to(self.dtype))
 
     def wide(self, stored: Stored) -> Tensor:
-        """A plain tensor in float32: routers, their biases, what the indexer does not pack."""
-        return self._held(self._read(stored).to(torch.float32))
+        """This rank's part of a plain tensor in float32: routers, their biases, what no kernel
+        packs."""
+        rows = None
+        if stored.cut is not None:
+            rows = self.shards.of(stored.cut).slice(stored.shape[0], f"size of {stored.name}")
+        return self._held(self._read(stored, rows).to(torch.float32))
+
+    def ids(self, stored: Stored) -> Tensor:
+        """A table of whole numbers: int64."""
+        return self._held(self._read(stored).to(torch.int64))
+
+    def mix(self, node: MixNode) -> tuple[Tensor, Tensor, Tensor]:
+        """How residual streams are read: (fn, base, scale), float32."""
+        return self.wide(node.fn), self.wide(node.base), self.wide(node.scale)
 
     def embedding(self, stored: Stored) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
@@ -270,6 +292,13 @@ class Loader:
         weight = self.weight(linear, facts.weight_format)
         return self._packed(LinearLayer(kernel, weight, facts, self._deltas(linear)))
 
+    def grouped(self, linear: LinearNode) -> GroupedLayer:
+        """A product of groups of columns, each with rows of its own."""
+        at = (linear.layer, linear.module)
+        kernel, facts = self.ops(*at).grouped_linear, self.bound.facts("grouped_linear", *at)
+        weight = self.weight(linear, facts.weight_format)
+        return self._packed(GroupedLayer(kernel, weight, facts))
+
     def _deltas(self, linear: LinearNode) -> tuple[Delta, ...]:
         """What adapters add to a product, if any may."""
         if self.lora is None:
@@ -310,6 +339,10 @@ class Loader:
     def experts(self, moe: MoeNode) -> ExpertsLayer | AdaptedExperts:
         """The routed experts of a layer, and the shared ones where they are slots behind them."""
         at = (moe.layer, EXPERTS)
+        if self.config.hybrid is not None:
+            limited, facts = self.ops(*at).experts_limited, self.bound.facts("experts_limited", *at)
+            source = LayerExperts(self, moe, facts.weight_format)
+            return self._packed(ExpertsLayer(limited, source, facts, self.config.hybrid.limit))
         if not self.bound.has("experts", *at):  # they are products of their own
             pairs = [(self.linear(e.gate_up), self.linear(e.down)) for e in moe.experts]
             return AdaptedExperts(self.ops(*at), *zip(*pairs, strict=True))

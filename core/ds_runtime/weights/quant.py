@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_runtime.checkpoint.gguf.blocks import BLOCKS
 from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 from ds_runtime.errors import CheckpointError, blaming
 from ds_runtime.ops.contract import DENSE, Encoding, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart

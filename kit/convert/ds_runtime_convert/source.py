@@ -13,14 +13,8 @@ from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.structure import (
-    JOIN,
-    SHARED,
-    Stored,
-    draft_of,
-    stored_modules,
-    weights,
-)
+from ds_runtime.description.structure import JOIN, SHARED, draft_of, stored_modules
+from ds_runtime.description.tree import Stored, weights
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins.manager import load_plugins

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_runtime.description.structure import HEAD, JOIN, KV_B, Stored
+from ds_runtime.description.structure import JOIN, KV_B
+from ds_runtime.description.tree import HEAD, Stored
 from ds_runtime.errors import UnsupportedError
 
 _NEVER = [HEAD, r"re:.*mlp\.gate$", rf"re:.*{JOIN}$", r"re:.*weights_proj$"]

@@ -17,7 +17,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.kv.caches import allocate
 from ds_runtime.lora.read import Adapter
-from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.base import LanguageModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contracts.caches import Caches
@@ -26,6 +26,7 @@ from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 
 CPU = torch.device("cpu")
+BLOCKS = 20  # of states; the last is nobody's
 HEAVY = ("linear", "mla_absorb", "mha_prefill", "mla_decode", "experts", "mla_prologue", "embed")
 SMALL = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "router_logits", "route", "merge_state")
 PAGED = ("cache_write", "cache_gather")
@@ -61,8 +62,8 @@ def _has_site(config: EngineConfig, op: str) -> bool:
 
 @dataclass
 class Sequence_:
-    """A sequence on its way: its tokens, its pages, how many tokens are in the cache, and the slot
-    of its adapter.
+    """A sequence on its way: its tokens, its pages, how many tokens are in the cache, the slot of
+    its adapter, and the block of its states.
     """
 
     tokens: list[int]
@@ -70,16 +71,22 @@ class Sequence_:
     done: int = 0
     logits: list[Tensor] = field(default_factory=list)
     adapter: int = -1
+    block: int = 0
 
 
 class Harness:
-    """One loaded model with poisoned caches. `width` is the most pages of a sequence."""
+    """One loaded model with poisoned caches. `width` is the most pages of a sequence. undo: tokens
+    that a step may take back.
+    """
 
-    def __init__(self, assembly: Assembly, world: World | None = None, pages: int = 64) -> None:
+    def __init__(
+        self, assembly: Assembly, world: World | None = None, pages: int = 64, undo: int = 0
+    ) -> None:
+        self.undo = undo
         self.assembly = assembly
         self.page_size = assembly.config.page_size
         self.bound = BoundOps(assembly.binding)
-        self.model: DeepSeekModel = load_model(assembly, self.bound, world or World.alone(), CPU)
+        self.model: LanguageModel = load_model(assembly, self.bound, world or World.alone(), CPU)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
                 slots = self.model.lora
@@ -91,7 +98,9 @@ class Harness:
         self.caches = self._caches()
 
     def _caches(self) -> Caches:
-        caches = allocate(self.assembly.caches, self.pages, 0, CPU)
+        base, undo = self.assembly.binding.base, self.undo
+        laid = [replace(g, facts=g.group.within(base, undo)) for g in self.assembly.caches]
+        caches = allocate(laid, self.pages, BLOCKS, CPU)
         for cache in caches:
             cache.fill_(poison(cache))
         return caches
@@ -125,6 +134,8 @@ class Harness:
                 positions.append(position)
                 slots.append(page * self.page_size + position % self.page_size)
         batch = Batch(*(torch.tensor(x) for x in (ids, positions, slots)), torch.arange(len(ids)))
+        if any(self.caches.states):
+            batch.blocks = torch.tensor([s.block for s, _ in (*decodes, *prefills)])
         if decodes:
             lens = tuple(s.done + 1 for s, _ in decodes)
             device_lens = torch.tensor(lens, dtype=torch.int32)
@@ -142,6 +153,19 @@ class Harness:
             batch.adapters = _slots([s for s, _ in works], [count for _, count in works])
         return batch
 
+    def verify(self, sequence: Sequence_, tokens: Sequence[int]) -> Tensor:
+        """Logits of tokens behind what is cached, as steps compute them that verify drafts."""
+        first, count = sequence.done, len(tokens)
+        at = range(first, first + count)
+        slots = [sequence.pages[p // self.page_size] * self.page_size + p % self.page_size
+                 for p in at]  # fmt: skip
+        rows = (torch.tensor(x) for x in (list(tokens), list(at), slots))
+        batch = Batch(*rows, torch.arange(count), blocks=torch.tensor([sequence.block]))
+        lens = (first + count,)
+        table, device_lens = self._table([sequence]), torch.tensor(lens, dtype=torch.int32)
+        batch.decode = DecodePart(table, device_lens, lens, (count,))
+        return self.model.logits(self.model.forward(batch, self.caches))
+
     def _table(self, sequences: list[Sequence_]) -> Tensor:
         """Page table whose unused entries name pages that hold NaN, or someone else's."""
         width = max(-(-len(s.tokens) // self.page_size) for s in sequences) + 1
@@ -152,10 +176,13 @@ class Harness:
         """Prompts with shuffled pages; the last page stays nobody's."""
         free = list(range(self.pages - 1))
         random.Random(seed).shuffle(free)
+        blocks = list(range(BLOCKS - 1))
+        random.Random(seed).shuffle(blocks)
         found = []
         for tokens in prompts:
             needed = -(-len(tokens) // self.page_size)
-            found.append(Sequence_(list(tokens), [free.pop() for _ in range(needed)]))
+            own = [free.pop() for _ in range(needed)]
+            found.append(Sequence_(list(tokens), own, block=blocks.pop()))
         return found
 
 
@@ -209,7 +236,7 @@ def run_schedule(
             works = [(s, _length(s, largest, draw)) for s in chosen]
             harness.step(works, prefix_chunk=draw.choice((5, 17, 4096)))
     for cache in harness.caches:  # what nobody wrote must still be poison
-        last = cache[harness.pages - 1]
+        last = cache[-1]
         assert last.isnan().all() if cache.is_floating_point() else (last == 255).all()
         cache.fill_(poison(cache))
     return [torch.cat(s.logits) for s in sequences]

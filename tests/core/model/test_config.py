@@ -133,18 +133,11 @@ def test_indexers_that_cannot_be_computed(change, error, said):
         from_hf({**published("deepseek-v3.2"), **change})
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("deepseek-v4-flash", "DeepSeek-V4 "),
-        ("deepseek-v4.1-flash", "DeepSeek-V4.1"),
-    ],
-)
-def test_refused_with_a_reason(name, said, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(published(name)))
-    with pytest.raises(UnsupportedError, match=said) as caught:
+def test_refused_with_a_reason(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published("deepseek-v4.1-flash")))
+    with pytest.raises(UnsupportedError, match=r"DeepSeek-V4\.1") as caught:
         load_config(tmp_path)
-    assert "DeepseekV3ForCausalLM" in str(caught.value)
+    assert "DeepseekV4ForCausalLM" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import pytest
 import torch
 from model_harness import Harness, Sequence_, decide
 from published_kinds import KINDS, write_kind
+from test_hybrid_config import TINY
+from test_v4_formats import FP8 as V4_FP8
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import find_loader
@@ -194,3 +196,18 @@ def test_records_and_the_start_say_dummy(tmp_path, capfd):
     assert environment()["weights"] == "DUMMY"
     assert EngineConfig(load_format="dummy").load_format == "dummy"
     capfd.readouterr()
+
+
+def test_every_tensor_of_v4_is_made(tmp_path):
+    """Experts by token are distinct, and the model answers with numbers."""
+    raw = {**TINY, "hidden_size": 128, "moe_intermediate_size": 64, "quantization_config": V4_FP8}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    dummy, config, quant, modules = opened(tmp_path)
+    check_checkpoint(dummy, config, quant, modules)
+    table = dummy.read("layers.1.ffn.gate.tid2eid")
+    assert table.shape == (256, 2) and bool((table[:, 0] != table[:, 1]).all())
+    assert int(table.min()) >= 0 and int(table.max()) < 8
+    with LLM(str(tmp_path), load_format="dummy", platform="cpu", kv_memory="50MB") as llm:
+        params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
+        (found,) = llm.generate([list(range(140))], params)
+        assert all(math.isfinite(x.logprob) for x in found.outputs[0].logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -14,6 +15,7 @@ from test_config import JSON, LIKELY, Noting, published
 from ds_runtime.description.config import Indexing, Yarn
 from ds_runtime.description.hf import from_hf
 from ds_runtime.errors import ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.model.rope import amplitude
 from ds_runtime.ops.contract import Routing
 from examples import examples
 
@@ -68,7 +70,8 @@ def test_flash():
     assert (h.window, h.groups, h.o_lora, h.hashed, h.limit) == (128, 8, 1024, 3, 10.0)
     assert (h.streams, h.rounds, h.stream_eps) == (4, 20, 1e-6)
     assert (c.rope_theta, c.yarn) == (1e4, None)
-    assert (h.theta, h.yarn) == (160000, Yarn(16, 65536))
+    assert (h.theta, h.yarn) == (160000, Yarn(16, 65536, mscale_all_dim=1.0))
+    assert amplitude(replace(c, yarn=h.yarn)) == 1, "cos and sin stay as they are"
     assert c.indexing == Indexing(64, 128, 512, True, tuple(r == 4 for r in h.ratios))
     dims = c.dims(2)
     assert (dims["heads"], dims["o_groups"], dims["window"], dims["streams"]) == (32, 4, 128, 4)

@@ -11,7 +11,8 @@ from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.assembly.estimate import lora_bytes
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.structure import Ranks, adaptable_modules
+from ds_runtime.description.structure import adaptable_modules
+from ds_runtime.description.tree import Ranks
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter
 from ds_runtime.ops.binding.bound import BoundOps

@@ -117,7 +117,7 @@ def test_all_tokens_chosen_is_dense_attention(checkpoints, shape, monkeypatch):
     prompts = prompts_of(oracle)
     dense = run_schedule(Harness(decide(folder)), prompts, 3, 60)
     compare(oracle, prompts, dense, 1e-4)
-    monkeypatch.setattr(indexer, "_longest", lambda part: 1 << 30)
+    monkeypatch.setattr(indexer, "longest", lambda part: 1 << 30)
     sparse = run_schedule(Harness(decide(folder)), prompts, 3, 60)
     compare(oracle, prompts, sparse, 1e-4)
 
@@ -194,7 +194,7 @@ def test_fp8_weights_and_rounded_index_keys(checkpoints, keys, chosen, monkeypat
     kept = [len(a & b) / len(b) for a, b in zip(chosen, first_layer, strict=False)]
     assert min(kept) > 0.7 and sum(kept) / len(kept) > 0.95
     folder, oracle = checkpoints("v32", top_k=200, fp8=True)
-    monkeypatch.setattr(indexer, "_longest", lambda part: 1 << 30)
+    monkeypatch.setattr(indexer, "longest", lambda part: 1 << 30)
     prompts = prompts_of(oracle)
     compare(
         oracle,

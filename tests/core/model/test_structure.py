@@ -25,15 +25,8 @@ from ds_runtime.checkpoint.tensors import tensors_of
 from ds_runtime.description.hf import from_hf, load_config
 from ds_runtime.description.joins import JOINS
 from ds_runtime.description.sites import model_sites
-from ds_runtime.description.structure import (
-    SHARED,
-    MoeNode,
-    Ranks,
-    adaptable_modules,
-    by_name,
-    draft_of,
-    model_of,
-)
+from ds_runtime.description.structure import SHARED, adaptable_modules, draft_of, model_of
+from ds_runtime.description.tree import MoeNode, Ranks, by_name
 from ds_runtime.engine.banner import parameters
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.layout import Shard, Shards

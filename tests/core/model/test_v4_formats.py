@@ -13,7 +13,7 @@ from test_hybrid_config import TINY
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.hf import from_hf
-from ds_runtime.description.structure import Stored
+from ds_runtime.description.tree import Stored
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.quant import PartRequest, Quant

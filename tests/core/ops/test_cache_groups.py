@@ -20,8 +20,11 @@ from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.caches import allocate
-from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.binding.facts import site_facts
+from ds_runtime.ops.contract import DeviceInfo, Facts, Site
 from ds_runtime.ops.contracts.caches import (
+    FLOAT_ROWS,
+    ROWS,
     CacheSizes,
     HistoryGroup,
     LaidGroup,
@@ -98,6 +101,30 @@ def test_groups_that_cannot_be_are_refused(made, said):
         made()
 
 
+def used_by(sites):
+    """(group, layout) → layers whose ops read or write such caches."""
+    used: dict[tuple[str, str], set[int]] = {}
+    for site in sites:
+        if layout := OPS[site.op].layout:
+            used.setdefault((site.group or layout, layout), set()).add(site.layer)
+    return used
+
+
+def test_rows_of_states_are_as_wide_as_their_group_says():
+    group = StateGroup("open", (0, 3), layout=ROWS, rows=7, width=24)
+    laid = LaidGroup(group, FLOAT_ROWS, group.within(FACTS, 2))
+    caches = allocate([laid], 5, 3, torch.device("cpu"))
+    assert all(c.shape == (3, 9, 24) and c.dtype == torch.float32 for c in caches)
+    assert sum(c.nbytes for c in caches) == 3 * CacheSizes.of([laid]).state
+
+
+def test_several_groups_share_a_layout():
+    """A kernel sees the entries of the group that its site names."""
+    entries = {"near": 17, "far": 4}
+    sites = [Site("cache_write", 0, "a", group=name) for name in ("near", "far", "")]
+    assert [site_facts(FACTS, site, entries).page_size for site in sites] == [17, 4, 32]
+
+
 @pytest.mark.parametrize("shape", ["tiny-v2-lite", "tiny-v3", "tiny-v32"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_model_declares_the_caches_that_its_ops_use(shape, drafts, tmp_path):
@@ -105,12 +132,9 @@ def test_a_model_declares_the_caches_that_its_ops_use(shape, drafts, tmp_path):
     nextn = NextN(tmp_path, config.layers, config) if drafts else None
     sites = model_sites(config, lambda module: "dense", verify="verify" if drafts else "")
     sites += nextn_sites(config, nextn, lambda module: "dense") if nextn else []
-    used: dict[str, set[int]] = {}
-    for site in sites:
-        if OPS[site.op].layout:
-            used.setdefault(OPS[site.op].layout, set()).add(site.layer)
+    used = used_by(sites)
     declared = cache_groups(config, nextn)
-    assert {g.name: set(g.layers) for g in declared} == used
+    assert {(g.name, g.layout): set(g.layers) for g in declared} == used
     assert all(g.kind == "history" and g.multiple == 1 for g in declared)
 
 

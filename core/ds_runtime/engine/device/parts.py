@@ -14,7 +14,7 @@ from ds_runtime.engine.speculate.acceptance import Trees
 from ds_runtime.engine.step.inputs import Frame, StepInputs
 from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.sampler import Sampler
-from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.contracts.caches import Caches
@@ -30,7 +30,7 @@ class Parts:
     probability with which each draft is taken for right, instead of judging it.
     """
 
-    model: DeepSeekModel
+    model: LanguageModel
     draft: DraftModel | None
     sampler: Sampler
     inputs: StepInputs

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -29,6 +30,7 @@ from ds_runtime.engine.speculate.chain import Chain
 from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import StepPlan
+from ds_runtime.model.deepseek import DeepSeekModel
 
 
 class Programs:
@@ -65,10 +67,11 @@ class Programs:
             return
         backend = platform.graph_backend(local_rank)
         self._recorder = Recorder(backend, platform.capture_after, checking, ranks)
-        if platform.captures_prefill and not config.disable_prefill_graph and not self.late:
+        pieces = isinstance(parts.model, DeepSeekModel) and not config.disable_prefill_graph
+        if platform.captures_prefill and pieces and not self.late:
             self.prefill_sizes = prefill_graph_sizes(config)
             self.op_by_op.prefills = PrefillGraphs(
-                parts.model,
+                cast("DeepSeekModel", parts.model),
                 parts.caches,
                 self.prefill_sizes,
                 self._recorder,

@@ -23,7 +23,7 @@ from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.result import Wanted
 from ds_runtime.engine.step.sampler import Nodes, uniforms
 from ds_runtime.engine.step.transfer import Array, Upload
-from ds_runtime.model.deepseek import Moves
+from ds_runtime.model.base import Moves
 from ds_runtime.ops.batch import TAIL
 from ds_runtime.parallel.exchange import Pick
 

@@ -29,7 +29,7 @@ from ds_runtime.engine.speculate.follow import follow
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Buffer, Upload
-from ds_runtime.model.deepseek import Moves
+from ds_runtime.model.base import Moves
 from ds_runtime.ops.batch import Batch, RowOrder
 from ds_runtime.parallel.exchange import Pending, Pick
 

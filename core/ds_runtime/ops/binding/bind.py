@@ -119,28 +119,30 @@ class Binder:
         """What a kernel sees at a site."""
         return site_facts(self.base, site, self.entries)
 
-    def choose_layout(self, sites: Iterable[Site], group: str = KV) -> Layout:
+    def choose_layout(self, sites: Iterable[Site], key: str = KV) -> Layout:
         """The layout of the best kernel that reads a whole cache, if every op on it has a kernel.
+        key: of the ops that share it, as in `Op.layout`.
 
         That is a decode kernel, for the index cache one that scores, for others that of any op.
         """
-        users = [s for s in sites if OPS[s.op].layout == group]
+        users = [s for s in sites if OPS[s.op].layout == key]
         first = next((s for s in users if OPS[s.op].chooses), users[0])
-        why, size = list[str](), self.facts(first).page_size
+        why, found = list[str](), sorted({self.facts(site).page_size for site in users})
         for kernel, site in self._readers(first):
             if sentence := refusal(kernel, self.facts(site)):
                 why.append(f"{kernel.name}: {sentence}")
                 continue
             for tag in sorted(kernel.layouts & self.layouts.keys()):
                 layout = self.layouts[tag]
-                if layout.page_sizes and size not in layout.page_sizes:
+                wrong = [n for n in found if layout.page_sizes and n not in layout.page_sizes]
+                if wrong:
                     sizes = ", ".join(map(str, layout.page_sizes))
-                    why.append(f"{tag}: page size {size}, takes {sizes}")
+                    why.append(f"{tag}: page size {wrong[0]}, takes {sizes}")
                 elif all(self._servable(s, tag) for s in users):
                     return layout
                 else:
                     why.append(f"{tag}: not every cache op has a kernel for it")
-        what = {KV: "KV"}.get(group, group)
+        what = {KV: "KV"}.get(key, key)
         why = invariant.left(first.op, why) if self.base.batch_invariant else why
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
@@ -321,8 +323,8 @@ class Binder:
 class Binding:
     """What was decided for every site, and the cache layouts that all agree on.
 
-    layouts: by the names of cache groups; entries: of a block of theirs. shares: places (op,
-    layer, module) that several kernels serve.
+    layouts: by the keys that ops have; entries: of a block, by the names of cache groups. shares:
+    places (op, layer, module) that several kernels serve.
     """
 
     base: Facts
@@ -373,9 +375,9 @@ def decide_all(
     block of each cache group, where that is not the page size.
     """
     binder = Binder(offers, base, pins, apart, compact, entries)
-    groups = dict.fromkeys(OPS[site.op].layout for site in sites)
-    layouts = {group: binder.choose_layout(sites, group) for group in groups if group}
-    tags = {"": "", **{group: layout.tag for group, layout in layouts.items()}}
+    keys = dict.fromkeys(OPS[site.op].layout for site in sites)
+    layouts = {key: binder.choose_layout(sites, key) for key in keys if key}
+    tags = {"": "", **{key: layout.tag for key, layout in layouts.items()}}
     todo = list(dict.fromkeys(sites))
     places = _places(todo)
     choices: list[tuple[Site, Kernel | None]] = []

@@ -15,7 +15,7 @@ def site_facts(base: Facts, site: Site, entries: Mapping[str, int] = PAGES) -> F
     """The facts at a site. entries: of a block of cache groups, where that is not the page size."""
     return replace(
         base,
-        page_size=entries.get(OPS[site.op].layout, base.page_size),
+        page_size=entries.get(site.group or OPS[site.op].layout, base.page_size),
         role=site.role,
         layer=site.layer,
         module=site.module,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from ds_runtime.ops.contract import Facts
+from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.kernel import Layout
 
 if TYPE_CHECKING:
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NONE: Mapping[int, Tensor] = {}
-KV, INDEX = "kv", "index"  # the groups of latents, and of the index keys of sparse attention
+KV, INDEX = (
+    "kv",
+    "index",
+)  # layouts, and groups, of latents and of the index keys of sparse attention
+ROWS = "rows"  # a layout that no kernel chooses: `FLOAT_ROWS`
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Caches in one layout. name: what ops on them have as `Op.layout`. layers: those with a cache
-    of their own. reads: pairs (layer, the layer whose cache it reads instead). Raises ValueError
-    for layers that cannot be so.
+    """Caches in one layout. layout: what ops on them have as `Op.layout`; groups of other names may
+    share it. layers: those with a cache of their own. reads: pairs (layer, the layer whose cache it
+    reads instead). Raises ValueError for layers that cannot be so.
     """
 
     kind: ClassVar[str]
@@ -36,6 +40,7 @@ class CacheGroup:
     name: str
     layers: tuple[int, ...]
     reads: tuple[tuple[int, int], ...] = ()
+    layout: str = KV
 
     def __post_init__(self) -> None:
         own = frozenset(self.layers)
@@ -96,23 +101,39 @@ class HistoryGroup(CacheGroup):
 class StateGroup(CacheGroup):
     """`rows` entries for each request that runs, of which only the latest count: the entry of the
     token at position p is p % entries. A step that verifies drafts may take `undo` tokens back, and
-    what was there before them must still be: a block has so many entries more.
+    what was there before them must still be: a block has so many entries more. width: numbers of an
+    entry in `FLOAT_ROWS`, where that is its layout.
     """
 
     kind = "state"
     per_request = True
     rows: int = 1
+    width: int = 0
 
     def __post_init__(self) -> None:
         CacheGroup.__post_init__(self)
+        if (self.layout == ROWS) != (self.width > 0):
+            raise ValueError(f"cache group {self.name}: width {self.width} in layout {self.layout}")
         if self.rows < 1:
             raise ValueError(f"cache group {self.name}: rows {self.rows} must be at least 1")
 
     def entries(self, page_size: int, undo: int = 0) -> int:
         return self.rows + undo
 
+    def within(self, facts: Facts, undo: int = 0) -> Facts:
+        dims = Dims({**facts.dims, "row": self.width}) if self.width else facts.dims
+        return replace(CacheGroup.within(self, facts, undo), dims=dims)
+
     def blocks(self, pages: T, states: T) -> T:
         return states
+
+
+FLOAT_ROWS = Layout(
+    name="float_rows",
+    version=1,
+    allocate="ds_runtime.ops.reference.attention.cache:allocate_float_rows",
+    bytes_per_token=lambda facts: 4 * facts.dims["row"],
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.tensors import INDEX
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.hf import from_hf
-from ds_runtime.description.structure import Stored, by_name, draft_of, stored_modules
+from ds_runtime.description.structure import draft_of, stored_modules
+from ds_runtime.description.tree import Stored, by_name
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.plugins.manager import load_plugins

@@ -21,7 +21,8 @@ from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.structure import Stored, stored_modules
+from ds_runtime.description.structure import stored_modules
+from ds_runtime.description.tree import Stored
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.dtypes import torch_dtype

@@ -21,7 +21,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.description.structure import padded
+from ds_runtime.description.tree import padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.binding.facts import site_facts

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import model_sites
-from ds_runtime.description.structure import HEAD
+from ds_runtime.description.tree import HEAD
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.contracts.work import Sizes

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import SINGLE
-from ds_runtime.description.structure import ROWS, Stack, Stored
+from ds_runtime.description.tree import ROWS, Stack, Stored
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
 from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS

@@ -23,6 +23,12 @@ def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=torch_dtype(facts.kv_dtype), device=device)
 
 
+def allocate_float_rows(blocks: int, facts: Facts, device: Any) -> Tensor:
+    """One layer's rows of states, zeroed: [blocks, entries, row] float32."""
+    shape = (blocks, facts.page_size, facts.dims["row"])
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
 def _indexable(values: Tensor) -> Tensor:
     """The same memory, as bytes where torch reads and writes no values of its dtype by index."""
     return values.view(torch.uint8) if is_fp8(values.dtype) else values

@@ -153,6 +153,11 @@ def _ratios(get: Reader, layers: int) -> tuple[int, ...]:
         raise UnsupportedError(
             f"{get.where}: compress_ratios has {other[0]}; supported: 0, {SPARSE}, {DENSE}"
         )
+    if not any(made[0]):
+        raise UnsupportedError(
+            f"{get.where}: {key} names layers with a window alone, of which pages keep nothing; "
+            "expected one with compressed entries at least"
+        )
     return made[0]
 
 
@@ -199,7 +204,7 @@ def _rope(get: Reader) -> tuple[float, float, Yarn | None]:
         return theta, theirs, None
     original = scaling.integer("original_max_position_embeddings", least=1)
     fast, slow = scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
-    return theta, theirs, Yarn(scaling.number("factor"), original, fast, slow)
+    return theta, theirs, Yarn(scaling.number("factor"), original, fast, slow, 1.0, 1.0)
 
 
 def _routing(get: Reader, experts: int) -> Routing:

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: several residual streams, attention over a window and compressed entries."""
