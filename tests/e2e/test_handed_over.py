@@ -358,6 +358,11 @@ def test_two_servers_hand_a_prompt_over(tiny, tmp_path):
         assert there.rests()["pages_given"] == 4 and here.rests()["pages_pulled"] == 4
         refused = here.pull(there.offer()[:-2])
         assert refused.status_code == 400 and "no offer" in refused.json()["error"]["message"]
+        late = there.offer(seconds=0.1)
+        there.rests(), time.sleep(2)  # the engine has had nothing to do for long
+        begin = time.monotonic()
+        assert "holds these pages no more" in here.pull(late).text
+        assert time.monotonic() - begin < 2
         assert "no page of this prompt" in there.post("/hold", prompt=[1] * 40).text
         assert "ds_runtime_kv_pages_given_total" in there.http.get("/metrics").text
 

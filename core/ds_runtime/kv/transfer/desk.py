@@ -26,6 +26,8 @@ from ds_runtime.kv.transfer.sockets import SocketTransfer
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.kv_transfer import KvTransfer, TransferError
 
+_BUSY, _OPEN = 1, 50  # milliseconds between looks: at what is under way, and whether a peer speaks
+
 
 class LoadedAdapter(Protocol):
     """An adapter that an engine holds. key: as of its realm; folder: its files."""
@@ -67,8 +69,16 @@ class Desk:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` is to be called soon."""
+        """Whether anything is under way."""
         return bool(self._asked) or (self._handover is not None and self._handover.busy)
+
+    @property
+    def turn(self) -> int | None:
+        """Milliseconds until `poll` is due; None: not before somebody asks. Peers speak when they
+        like, and a plugin's transfer has nothing that one could wait for."""
+        if self.busy:
+            return _BUSY
+        return None if self._handover is None else _OPEN
 
     @property
     def counts(self) -> dict[str, int]:
