@@ -172,14 +172,16 @@ def test_a_plugins_transfer_that_raises_is_dropped(tiny, tmp_path, capfd):
     plugins = [Plugin("plugin_1", {}, Breaks)]
     (first, there), (second, here) = (made(tiny, tmp_path / "n", plugins) for _ in range(2))
     wanted, _ = asked(first)
-    there.take(HoldPages(token="h", prompt=PROMPT))
+    there.take(HoldPages(token="h", prompt=PROMPT, seconds=0.3))
     here.take(PullPages(token="p", prompt=PROMPT, offer=answered(there).offer))
     said = "the transfer of pages is dropped: it raised OSError: the fabric is gone"
     assert answered(here).refused == said and said in capfd.readouterr().err
     here.take(HoldPages(token="h", prompt=PROMPT))
     assert answered(here).refused == said
     assert asked(second) == (wanted, 0)
-    there.poll()
+    end = time.monotonic() + SECONDS
+    while there.busy and time.monotonic() < end:  # its reader left before its first word was heard
+        there.poll()
     for engine in (first, second):
         stats = engine.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total

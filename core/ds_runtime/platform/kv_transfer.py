@@ -113,7 +113,8 @@ class KvTransfer(Protocol):
         """Send a peer a few bytes, in order; they are lost if it is gone."""
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """(peer, bytes) that have come since the last call."""
+        """(peer, bytes) that have come since the last call; none of what a peer had said before
+        `poll` told of it as lost."""
         ...
 
     def release(self, ticket: Ticket) -> None:

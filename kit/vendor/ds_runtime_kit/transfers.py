@@ -192,6 +192,11 @@ def _ends(ends: _Ends) -> str:
     with ends.pair() as (here, there, name):
         first = here.transfer.read(name, CacheBlocks([0]), CacheBlocks([0]), "a")
         _polled(here, there, until=lambda found: first in found.finished)
+        for _ in range(2):
+            here.transfer.notify(name, b"hello")
+        come = list[tuple[str, bytes]]()
+        _polled(there, here, until=_heard(there, come))
+        there.transfer.notify(come[0][0], b"before it left")
         there.transfer.close()
         failed, lost, begin = list[Ticket](), list[str](), time.monotonic()
         ticket: Ticket | None = None
@@ -206,6 +211,8 @@ def _ends(ends: _Ends) -> str:
             time.sleep(0.001)
         if lost != [name]:
             return f"a peer is gone, and {SECONDS:.0f} s later poll tells of {lost} as lost"
+        if said := here.transfer.notices():
+            return f"a peer is gone, and after that it says {said}"
         again = ends()
         other = here.transfer.attach(again.transfer.describe())
         return "" if other != name else f"one that was started anew has the name {name!r} again"

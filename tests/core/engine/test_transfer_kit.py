@@ -79,6 +79,15 @@ class Immortal(Wrong):
         return Polled(found.finished, found.failed, [])
 
 
+class Late(Wrong):
+    """Keeps what somebody said who is gone."""
+
+    def poll(self):
+        kept, found = self._notices, super().poll()
+        self._notices = kept
+        return found
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "said"),
     [
@@ -88,6 +97,7 @@ class Immortal(Wrong):
         (Goes, "releases", "a read that was given up"),
         (Mute, "notices", "nothing came of it"),
         (Immortal, "ends", "tells of [] as lost"),
+        (Late, "ends", "after that it says [('1', b'before it left')]"),
     ],
 )
 def test_a_mistake_is_named(kind, check, said, monkeypatch):

@@ -86,9 +86,9 @@ class Desk:
         if (made := self._handover) is None:
             return {}
         return {
-            "pages_held": made.num_held,
+            "pages_held": made.leases.num_held,
             "pages_coming": made.num_coming,
-            "pages_given": made.num_given,
+            "pages_given": made.leases.num_given,
             "pages_pulled": made.num_read,
         }
 
@@ -154,7 +154,7 @@ class Desk:
             origin = replace(origin, adapter=weights_digest(adapter.folder))
         root = replace(origin, salt=message.salt).root()
         if isinstance(message, HoldPages):
-            made = self._handover.hold(message.prompt, realm, root, message.seconds)
+            made = self._handover.leases.hold(message.prompt, realm, root, message.seconds)
             return [PagesHeld(message.token, made)]
         self._handover.pull(message.token, message.prompt, realm, root, message.offer)
         return []
