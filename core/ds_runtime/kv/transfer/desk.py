@@ -168,7 +168,6 @@ class Desk:
         def settle() -> None:
             if snapshots is not None and (noted := snapshots.drain()):
                 copy_states(rank.caches, noted)
-                self._assembly.platform.synchronize()
 
         return Handover(pages, transfer, settle)
 

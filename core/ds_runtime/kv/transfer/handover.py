@@ -45,8 +45,7 @@ class _Pull:
 
 class Handover:
     """One engine's end. pages: its pool and prefix cache; transfer: registered already. settle:
-    runs copies of states that are only noted yet, and returns once they are there. now: a clock,
-    in seconds.
+    queues copies of states that are only noted yet. now: a clock, in seconds.
     """
 
     def __init__(

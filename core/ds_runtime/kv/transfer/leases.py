@@ -24,6 +24,7 @@ from ds_runtime.kv.snapshots import Pin
 from ds_runtime.platform.kv_transfer import (
     MOST_BLOCKS,
     MOST_BYTES,
+    CacheBlocks,
     Count,
     KvTransfer,
     Numbers,
@@ -141,6 +142,7 @@ class Leases:
         states = [] if pin is None else [pin.block]
         try:
             self._settle()  # its reader may look before this engine does anything more
+            self._transfer.expose(CacheBlocks(found.pages, states))
         except BaseException:
             self.end(lease)
             raise
