@@ -172,14 +172,16 @@ def test_a_plugins_transfer_that_raises_is_dropped(tiny, tmp_path, capfd):
     plugins = [Plugin("plugin_1", {}, Breaks)]
     (first, there), (second, here) = (made(tiny, tmp_path / "n", plugins) for _ in range(2))
     wanted, _ = asked(first)
-    there.take(HoldPages(token="h", prompt=PROMPT))
+    there.take(HoldPages(token="h", prompt=PROMPT, seconds=0.3))
     here.take(PullPages(token="p", prompt=PROMPT, offer=answered(there).offer))
     said = "the transfer of pages is dropped: it raised OSError: the fabric is gone"
     assert answered(here).refused == said and said in capfd.readouterr().err
     here.take(HoldPages(token="h", prompt=PROMPT))
     assert answered(here).refused == said
     assert asked(second) == (wanted, 0)
-    there.poll()
+    end = time.monotonic() + SECONDS
+    while there.busy and time.monotonic() < end:  # its reader left before its first word was heard
+        there.poll()
     for engine in (first, second):
         stats = engine.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total
@@ -358,6 +360,11 @@ def test_two_servers_hand_a_prompt_over(tiny, tmp_path):
         assert there.rests()["pages_given"] == 4 and here.rests()["pages_pulled"] == 4
         refused = here.pull(there.offer()[:-2])
         assert refused.status_code == 400 and "no offer" in refused.json()["error"]["message"]
+        late = there.offer(seconds=0.1)
+        there.rests(), time.sleep(2)  # the engine has had nothing to do for long
+        begin = time.monotonic()
+        assert "holds these pages no more" in here.pull(late).text
+        assert time.monotonic() - begin < 2
         assert "no page of this prompt" in there.post("/hold", prompt=[1] * 40).text
         assert "ds_runtime_kv_pages_given_total" in there.http.get("/metrics").text
 

@@ -16,12 +16,23 @@ hands at once, as pages do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, Node
 
 TOKENS = 4096  # of a prompt between two snapshots
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Somebody outside reads the block of a node. stands: it is the node's yet. A block that was
+    the node's, then another's, and is the node's again, no longer stands."""
+
+    node: Node
+    block: int
+    stands: bool = True
 
 
 class Snapshots:
@@ -40,7 +51,7 @@ class Snapshots:
         self._new: dict[Node, int] = {}  # of both kinds those used last come last
         self._read: dict[Node, int] = {}  # these stay: prompts have gone on from them
         self._copies: list[tuple[int, int]] = []
-        self._pinned: dict[Node, int] = {}  # how many outside read the block of it
+        self._pinned: dict[Node, list[Pin]] = {}
 
     # ---- the prefix cache's side ----
 
@@ -61,26 +72,35 @@ class Snapshots:
         """The node leaves, or nothing goes on from it."""
         if (block := self._forget(node)) >= 0:
             self.give(block)
+        for pin in self._pinned.pop(node, []):
+            pin.stands = False
 
     # ---- those outside, which read or bring a node's ----
 
     def __contains__(self, node: Node) -> bool:
         return node in self._new or node in self._read
 
-    def block(self, node: Node) -> int:
-        """That of a node, −1 if it has none."""
-        return self._read.get(node, self._new.get(node, -1))
+    @property
+    def num_pinned(self) -> int:
+        """How many nodes are pinned."""
+        return len(self._pinned)
 
-    def pin(self, node: Node) -> int:
-        """Its block, which no other gets until `unpin`."""
-        self._pinned[node] = self._pinned.get(node, 0) + 1
-        return self._use(node)
+    def is_pinned(self, node: Node) -> bool:
+        """Whether somebody outside reads its block."""
+        return node in self._pinned
 
-    def unpin(self, node: Node) -> None:
+    def pin(self, node: Node) -> Pin:
+        """Its block, which no other gets until `unpin`, unless the node loses it."""
+        made = Pin(node, self._use(node))
+        self._pinned.setdefault(node, []).append(made)
+        return made
+
+    def unpin(self, pin: Pin) -> None:
         """One reader less."""
-        self._pinned[node] -= 1
-        if not self._pinned[node]:
-            del self._pinned[node]
+        if pin.stands:
+            (pins := self._pinned[pin.node]).remove(pin)
+            if not pins:
+                del self._pinned[pin.node]
 
     def reserve(self) -> int:
         """A block for one that comes, −1 if others have all: then `adopt` it, or `give` it."""
@@ -114,6 +134,7 @@ class Snapshots:
         """It takes its row: what it has read of the prefix cache goes on from a snapshot."""
         node = request.node
         if request.num_shared and node is not None:
+            self.num_hits += 1
             self._copies.append((self._use(node), request.row))
             request.snapshot_at = request.num_computed
 
@@ -172,7 +193,6 @@ class Snapshots:
         """Its block. A prompt goes on from there."""
         assert node in self, "nobody has a snapshot there"
         block = self._read[node] = self._forget(node)
-        self.num_hits += 1
         if len(self._read) > self.pool.num_pages // 4:
             oldest = next(iter(self._read))
             self._new[oldest] = self._read.pop(oldest)
@@ -195,5 +215,9 @@ class Snapshots:
         held = [h.snapshot - self._first for h in holders if h.snapshot >= 0]
         held += [block - self._first for block in (*self._new.values(), *self._read.values())]
         assert not self._new.keys() & self._read.keys()
+        for node, pins in self._pinned.items():
+            assert pins and {(p.node, p.block, p.stands) for p in pins} == {
+                (node, self._new.get(node, self._read.get(node)), True)
+            }
         assert len(self._read) <= self.pool.num_pages // 4
         assert sorted([*held, *self.pool.free_pages()]) == list(range(self.pool.num_pages))

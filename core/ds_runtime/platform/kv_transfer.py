@@ -3,6 +3,11 @@
 The engine that wants blocks reads them from the one that has them. It hands out blocks of its own
 again only when `poll` has told of the read, or `release` has given it up. What a peer says of
 itself is plain data, and every number in it has a bound.
+
+Devices run later than they are told to. A block that is offered may not have been written yet, and
+what wrote to a block before it was given to a read may not have run. `expose` and `read` say what
+a transfer waits for. One that goes through `PageCopies` has that from there; a fabric that reaches
+into the device's memory has to see to it, and must not keep its caller waiting for a peer.
 """
 
 from __future__ import annotations
@@ -100,9 +105,15 @@ class KvTransfer(Protocol):
         ...
 
     def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
-        """Begin to copy blocks `remote` of a peer to `local`. Raises TransferError for blocks that
-        are not there."""
+        """Begin to copy blocks `remote` of a peer to `local`. Not a byte of `local` is written
+        before all has run that is queued on the device now. Once `poll` tells of its end, all that
+        is queued from then on sees what was written. Raises TransferError for blocks that are not
+        there."""
         ...
+
+    def expose(self, blocks: CacheBlocks) -> None:
+        """Peers are told of these blocks next, and may read them at once: none of them is read
+        before all has run that is queued on the device now."""
 
     def poll(self) -> Polled:
         """Go on with all that is under way, here and for peers. Called often: by an engine between
@@ -113,7 +124,8 @@ class KvTransfer(Protocol):
         """Send a peer a few bytes, in order; they are lost if it is gone."""
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """(peer, bytes) that have come since the last call."""
+        """(peer, bytes) that have come since the last call; none of what a peer had said before
+        `poll` told of it as lost."""
         ...
 
     def release(self, ticket: Ticket) -> None:
@@ -176,6 +188,9 @@ class Transfer:
     def where(self) -> bytes:
         """How peers reach this one."""
         return b""
+
+    def expose(self, blocks: CacheBlocks) -> None:
+        """As KvTransfer, for a transfer that reads by `PageCopies`: these wait for the device."""
 
     def describe(self) -> bytes:
         """As KvTransfer."""

@@ -53,7 +53,7 @@ class PageCopies(Protocol):
 
     A copy begins once all that was queued before it has run, and leaves what is queued after it
     alone. Host memory that was given must stay as it is until the copies have ended, and so must
-    the blocks that are read.
+    the blocks that are read. Whoever raises has nothing under way any more.
     """
 
     def buffer(self, blocks: int, size: int) -> Tensor:
@@ -147,13 +147,18 @@ class TorchPageCopies:
 
         queued, beside = _Queued(self._runtime, self._device), self._beside()
         with torch.inference_mode(), beside:
-            for one in layers:
-                numbers = self._numbers(one.blocks)
-                made = copy(one, numbers) if one.blocks else None
-                if self._runtime is not None:
-                    queued.held.append((one, numbers, made))
-                    queued.events.append(self._runtime.Event())
-                    queued.events[-1].record(self._stream)
+            try:
+                for one in layers:
+                    numbers = self._numbers(one.blocks)
+                    made = copy(one, numbers) if one.blocks else None
+                    if self._runtime is not None:
+                        queued.held.append((one, numbers, made))
+                        queued.events.append(self._runtime.Event())
+                        queued.events[-1].record(self._stream)
+            except BaseException:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                raise
         return _Ended() if self._runtime is None else queued
 
     def _numbers(self, blocks: Sequence[int]) -> Tensor:

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ _DIMS = Dims({"kv_lora": 32, "qk_rope": 8})
 
 Make = Callable[[bytes], KvTransfer]
 """A new end, from an origin: what the hook `ds_kv_transfer` returns."""
+
+Late = Callable[[Callable[[], object]], object]
+"""Does a thing on the device some time later, as if much were queued in front of it, in order."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,10 @@ class _End:
 class _Ends:
     """Ends as a question needs them."""
 
-    def __init__(self, make: Make, layout: Layout, device: DeviceInfo, copies: PageCopies) -> None:
+    def __init__(
+        self, make: Make, layout: Layout, device: DeviceInfo, copies: PageCopies, late: Late | None
+    ) -> None:
+        self.late: Late = late or self._behind_much
         self._make, self._copies, self._layout = make, copies, layout
         self._facts = Facts(device, _DIMS, page_size=16)
         self._device, self._made = torch.device(device.type), list[KvTransfer]()
@@ -71,6 +79,15 @@ class _Ends:
         """(reader, the one that is read, its name)."""
         here, there = self(), self()
         yield here, there, here.transfer.attach(there.transfer.describe())
+
+    def _behind_much(self, do: Callable[[], object]) -> None:
+        """A CPU queues nothing."""
+        if self._device.type != "cpu":
+            product = torch.ones(4096, 4096, device=self._device)
+            for _ in range(100):
+                product = product @ product
+                product /= product.max()
+        do()
 
     def close(self) -> None:
         for one in self._made:
@@ -110,6 +127,39 @@ def _reads(ends: _Ends) -> str:
                     return "blocks are not those that were read, or others have changed"
         found = _polled(here, there, until=lambda _: True)
         return "" if not _any(found) else f"a read ends twice: {found}"
+
+
+def _orders(ends: _Ends) -> str:
+    local, remote = CacheBlocks([1, 2], [3]), CacheBlocks([4, 0], [1])
+
+    def filled(end: _End, value: int) -> None:
+        for cache in (*end.caches, *end.states):
+            cache.fill_(value)
+
+    for reader in (False, True):
+        with ends.pair() as (here, there, name):
+            filled(here, 1)
+            filled(there, 3 if reader else 1)
+            if not reader:
+                ends.late(partial(filled, there, 3))
+            there.transfer.expose(remote)
+            if reader:
+                ends.late(partial(filled, here, 5))
+            here.transfer.read(name, local, remote, "a")
+            found = _polled(here, there, until=_any)
+            ends.late((ran := Event()).set)
+            ran.wait(SECONDS)
+            come = [cache[[*local.pages]].clone() for cache in here.caches]
+            come += [state[[*local.states]].clone() for state in here.states]
+            if len(found.finished) != 1:
+                return f"a read gives {found}"
+            if not all(bool((block.float() == 3).all()) for block in come):
+                return (
+                    "what was queued before a read writes to its blocks behind it"
+                    if reader
+                    else "blocks are read before they were written: what was queued had not run"
+                )
+    return ""
 
 
 def _many(ends: _Ends) -> str:
@@ -192,6 +242,11 @@ def _ends(ends: _Ends) -> str:
     with ends.pair() as (here, there, name):
         first = here.transfer.read(name, CacheBlocks([0]), CacheBlocks([0]), "a")
         _polled(here, there, until=lambda found: first in found.finished)
+        for _ in range(2):
+            here.transfer.notify(name, b"hello")
+        come = list[tuple[str, bytes]]()
+        _polled(there, here, until=_heard(there, come))
+        there.transfer.notify(come[0][0], b"before it left")
         there.transfer.close()
         failed, lost, begin = list[Ticket](), list[str](), time.monotonic()
         ticket: Ticket | None = None
@@ -206,6 +261,8 @@ def _ends(ends: _Ends) -> str:
             time.sleep(0.001)
         if lost != [name]:
             return f"a peer is gone, and {SECONDS:.0f} s later poll tells of {lost} as lost"
+        if said := here.transfer.notices():
+            return f"a peer is gone, and after that it says {said}"
         again = ends()
         other = here.transfer.attach(again.transfer.describe())
         return "" if other != name else f"one that was started anew has the name {name!r} again"
@@ -213,6 +270,7 @@ def _ends(ends: _Ends) -> str:
 
 QUESTIONS: Mapping[str, Callable[[_Ends], str]] = {
     "reads": _reads,
+    "orders": _orders,
     "many": _many,
     "refuses": _refuses,
     "releases": _releases,
@@ -227,12 +285,14 @@ def check_transfer(
     questions: Collection[str] = (),
     layout: Layout = LATENT_PAGES,
     copies: PageCopies | None = None,
+    late: Late | None = None,
 ) -> list[TransferResult]:
     """Returns what each question (default: all of `QUESTIONS`) found of the ends that `make` gives,
-    over caches in one layout. copies: the platform's; None: torch's."""
+    over caches in one layout. copies: the platform's; None: torch's. late: what the device does
+    later; None: it is kept busy with products of matrices, unless it is a CPU."""
     found, copies = [], copies or TorchPageCopies(torch.device(device.type))
     for name in questions or QUESTIONS:
-        ends = _Ends(make, layout, device, copies)
+        ends = _Ends(make, layout, device, copies, late)
         try:
             said = QUESTIONS[name](ends)
         except Exception:

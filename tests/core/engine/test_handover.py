@@ -15,9 +15,11 @@ from toy_model import CPU, toy
 
 from ds_runtime.kv.caches import copy_states
 from ds_runtime.kv.prefix import OWN, Realm
-from ds_runtime.kv.transfer import handover
-from ds_runtime.kv.transfer.handover import LONGEST, Done, Ended, Handover, Offer, Want
+from ds_runtime.kv.transfer import leases
+from ds_runtime.kv.transfer.asked import PagesPulled
+from ds_runtime.kv.transfer.handover import Handover
 from ds_runtime.kv.transfer.host import HostTransfer
+from ds_runtime.kv.transfer.leases import Done, Ended, Offer, Want, longest
 from ds_runtime.platform.kv_transfer import TransferError
 from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
@@ -45,7 +47,7 @@ class End:
 
     def __init__(self, name, net, clock, **more) -> None:
         self.rig, self.net, self.clock = toy(**more), net, clock
-        self.answers: dict[str, handover.PagesPulled] = {}
+        self.answers: dict[str, PagesPulled] = {}
         self.rig.lent = self.lent
         self.start(name)
 
@@ -76,7 +78,7 @@ class End:
         return self.rig.cached[rid]
 
     def hold(self, prompt, seconds=30.0, realm=OWN):
-        return self.handover.hold(prompt, realm, ROOT, seconds)
+        return self.handover.leases.hold(prompt, realm, ROOT, seconds)
 
     def pull(self, token, prompt, offer, realm=OWN):
         self.handover.pull(token, prompt, realm, ROOT, offer)
@@ -106,14 +108,14 @@ def test_an_answer_over_pages_of_another_is_the_same(ends):
     here, there = ends
     assert there.asked("a", LONG) == 0
     offer = there.hold(LONG)
-    assert there.handover.num_held == 10 and here.handover.num_held == 0
+    assert there.handover.leases.num_held == 10 and here.handover.leases.num_held == 0
     here.pull("t", LONG, offer)
     assert here.handover.num_coming == 10
     settled(here, there)
-    assert here.answers["t"] == handover.PagesPulled("t", tokens=40)
+    assert here.answers["t"] == PagesPulled("t", tokens=40)
     assert here.asked("a", LONG) == 40 and here.rig.answers["a"] == there.rig.answers["a"]
     settled(here, there)
-    assert (there.handover.num_given, here.handover.num_read) == (10, 10)
+    assert (there.handover.leases.num_given, here.handover.num_read) == (10, 10)
 
 
 def test_only_what_is_missing_is_read(ends):
@@ -163,8 +165,8 @@ def test_no_page_leaks_when_either_side_leaves(ends, when, who):
         end.poll()
     gone = here if who == "here" else there
     gone.handover.close()
-    if when == "offered" and who == "here":
-        here.clock[0] = 31.0
+    if when in ("offered", "wanted") and who == "here":
+        here.clock[0] = 31.0  # its first word was not heard yet: the lease ends by time
     gone.start("again")
     settled(here, there)
     if when == "offered" and who == "there":
@@ -188,7 +190,7 @@ def test_a_lease_ends_with_time_and_its_reader_keeps_nothing(ends):
     here.pull("t", LONG, offer)
     here.clock[0] = 10.5
     there.handover._expire(10.5)
-    assert not there.handover._leases
+    assert not there.handover.leases._leases
     settled(here, there)
     assert "holds these pages no more" in here.answers["t"].refused
     assert here.rig.prefix.num_cached == 0
@@ -197,7 +199,7 @@ def test_a_lease_ends_with_time_and_its_reader_keeps_nothing(ends):
         here.clock[0] = second
         here.handover._renew(here.clock[0])
         there.poll()
-        assert there.handover._leases
+        assert there.handover.leases._leases
     settled(here, there)
     assert here.answers["u"].tokens == 40
 
@@ -209,9 +211,9 @@ def test_a_pull_ends_though_its_peer_says_nothing(ends):
     for _ in range(3):
         here.poll()
     assert here.handover.busy
-    here.clock[0] = LONGEST + 1
+    here.clock[0] = longest(10) + 1
     settled(here, there)
-    assert "did not give all pages within 300 s" in here.answers["t"].refused
+    assert "did not give all pages within 301 s" in here.answers["t"].refused
 
 
 def test_running_requests_go_first(ends):
@@ -360,6 +362,148 @@ def test_a_lease_ends_some_time(ends, seconds):
     there.rig.check_end()
 
 
+def test_leases_end_however_often_they_are_renewed(ends):
+    """Counted from the reader's first word: 300 s, and a tenth of one for each page."""
+    here, there = ends
+    there.asked("a", LONG)
+    here.pull("t", LONG, there.hold(LONG, seconds=10))
+    last = 0.0
+    for second in range(0, 400, 3):
+        here.clock[0] = second
+        here.transfer.notify("there", msgspec.msgpack.encode(Want(1)))
+        there.poll()
+        last = second if there.handover.leases else last
+    assert 297 <= last <= longest(10) == 301
+    settled(here, there)
+    assert "holds these pages no more" in here.answers["t"].refused
+
+
+def test_others_hold_half_of_all_pages_or_one_prompt():
+    """Pages that several hold count once."""
+    there = make_ends(num_pages=36)[0]
+    for first in range(3):
+        there.asked(f"{first}", [first, *LONG[1:]])
+    there.hold([0, *LONG[1:]])
+    there.hold([0, *LONG[1:]])
+    assert there.handover.leases.num_held == 10
+    with pytest.raises(TransferError, match="10 pages are held for others, and with 10 more"):
+        there.hold([1, *LONG[1:]])
+    there.clock[0] = 31
+    settled(there)
+    there.hold([1, *LONG[1:]])
+    there.clock[0] = 62
+    settled(there)
+    small = make_ends(num_pages=12)[0]
+    small.asked("a", LONG)
+    small.hold(LONG), small.hold(LONG)
+    small.clock[0] = 31
+    settled(small)
+
+
+def test_others_hold_half_of_all_snapshots(ends):
+    there = ends[1]
+    most = there.rig.ranks[0].snapshots.pool.num_pages // 2
+    prompts = [[first, *LONG[1:6]] for first in range(most + 1)]
+    for rid, prompt in enumerate(prompts):
+        there.asked(f"{rid}", prompt, max_tokens=1)
+    for prompt in prompts[:most]:
+        there.hold(prompt), there.hold(prompt)
+    with pytest.raises(TransferError, match=f"{most} snapshots are held for others, of {most}"):
+        there.hold(prompts[most])
+    there.clock[0] = 31
+    settled(there)
+
+
+def test_whoever_pins_a_snapshot_is_no_prompt_that_goes_on_from_it(ends):
+    there = ends[1]
+    there.asked("a", LONG)
+    before = there.rig.scheduler.stats().snapshot_hits
+    there.hold(LONG)
+    assert there.rig.scheduler.stats().snapshot_hits == before
+    there.clock[0] = 31
+    settled(there)
+
+
+def test_a_snapshot_that_was_another_meanwhile_does_not_stand(ends):
+    """It has the same number again: its bytes are others, and what was read of them is dropped."""
+    here, there = ends
+    there.asked("a", LONG)
+    (pages,) = there.rig.ranks
+    here.pull("t", LONG, there.hold(LONG))
+    there.poll()
+    (lease,) = there.handover.leases._leases.values()
+    node, block = lease.node, lease.pin.block
+    pages.snapshots.lose(node)
+    assert pages.snapshots.reserve() == block
+    pages.snapshots.adopt(node, block)
+    there.hold(LONG)
+    settled_now = [here.poll(), there.poll(), here.poll()]
+    assert settled_now and "no more" in here.answers["t"].refused
+    assert here.rig.prefix.num_cached == 0
+    there.clock[0] = 31
+    settled(here, there)
+
+
+RAISES = ("read", "notify", "release", "poll", "notices", "close", "describe")
+
+
+@given(data=st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_whatever_raises_and_when_nothing_is_lost_or_given_twice(data):
+    """Any call of a transfer, at any time, once or from then on: each pull is answered once, and
+    all pages are there when the transfer is dropped."""
+    here, there = make_ends(num_pages=24)
+    for end, prompt in ((there, LONG), (there, LONG[:17]), (here, LONG[:9])):
+        end.asked(f"{len(prompt)}", prompt)
+    end, name = data.draw(st.sampled_from([here, there])), data.draw(st.sampled_from(RAISES))
+    first, last = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 99]))
+    real, count, asked, broke = getattr(end.transfer, name), [0], set(), False
+
+    def raises(*given):
+        count[0] += 1
+        if first < count[0] <= first + last:
+            raise OSError("the fabric is gone")
+        return real(*given)
+
+    setattr(end.transfer, name, raises)
+    for number in range(data.draw(st.integers(2, 12))):
+        one, action = data.draw(st.sampled_from([here, there])), data.draw(st.sampled_from(ACTIONS))
+        try:
+            if action in ("hold", "pull"):
+                prompt = data.draw(st.sampled_from([LONG, LONG[:17]]))
+                here.pull(f"{number}", prompt, there.hold(prompt, seconds=5))
+                asked.add(f"{number}")
+            elif action == "ask":  # others may have to leave for it, in the middle of a step
+                one.rig.submit(f"{number}", [7] * 70, max_tokens=9)
+                one.rig.run()
+            elif action == "clock":
+                here.clock[0] += 3
+            elif not (broke and one is end):
+                one.poll()
+        except (OSError, TransferError) as e:
+            if action not in ("hold", "pull", "ask") and isinstance(e, OSError):
+                broke = True
+                break
+            assert action != "ask", "requests have nothing to do with it"
+        one.rig.check_pages()
+    setattr(end.transfer, name, real)
+    if broke or end.handover._raised:
+        for pulled in end.handover.drop("it broke"):
+            assert pulled.token not in end.answers
+            end.answers[pulled.token] = pulled
+        end.rig.check_end()
+    other = there if end is here else here
+    left = [other] if broke or end.handover._raised else [end, other]
+    for _ in range(2):  # what a reader had said is only heard now
+        here.clock[0] += longest(10) + 6
+        for one in left:
+            one.poll()
+    settled(*left)
+    assert {*here.answers} == asked
+    for one in (here, there):
+        one.rig.check_end()
+
+
 @pytest.mark.parametrize("fails", ["settle", "read"])
 def test_whatever_a_transfer_raises_loses_no_page(ends, monkeypatch, fails):
     """A plugin's own errors, too: they are the caller's, and nothing is held for them."""
@@ -376,10 +520,10 @@ def test_whatever_a_transfer_raises_loses_no_page(ends, monkeypatch, fails):
         here.pull("t", LONG, offer)
     here.rig.check_end()
     if fails == "settle":
-        monkeypatch.setattr(there.handover, "_settle", broken)
+        monkeypatch.setattr(there.handover.leases, "_settle", broken)
         with pytest.raises(OSError, match="no memory"):
             there.hold(LONG)
-        assert len(there.handover._leases) == 1, "the one that was there"
+        assert len(there.handover.leases._leases) == 1, "the one that was there"
     there.clock[0] = 31
     settled(there)
 
@@ -389,7 +533,7 @@ def test_nothing_is_offered_of_what_is_not_cached(ends, monkeypatch):
     with pytest.raises(TransferError, match="no page of this prompt is cached here"):
         there.hold(LONG)
     there.asked("a", LONG)
-    monkeypatch.setattr(handover, "MOST_LEASES", 2)
+    monkeypatch.setattr(leases, "MOST_LEASES", 2)
     there.hold(LONG), there.hold(LONG)
     with pytest.raises(TransferError, match="2 prompts are held for others"):
         there.hold(LONG)
@@ -405,7 +549,7 @@ def test_any_notice_is_borne(notice):
     here.transfer.attach(there.transfer.describe())
     here.transfer.notify("there", notice)
     there.poll()
-    assert len(there.handover._leases) == 1
+    assert len(there.handover.leases._leases) == 1
 
 
 def test_a_lease_has_one_reader(ends):
@@ -465,5 +609,5 @@ def test_whatever_happens_no_page_is_lost(data):
         end.rig.check_pages()
     for end in (here, there):
         end.rig.run()
-    here.clock[0] += LONGEST + 6
+    here.clock[0] += longest(10) + 6
     settled(here, there)

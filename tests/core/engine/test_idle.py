@@ -35,16 +35,20 @@ class Idle:
 
 
 class NoDesk:
-    """Nobody asks for pages."""
+    """Nobody asks for pages. turn: milliseconds between looks whether a peer does."""
 
     busy, counts = False, {}
 
+    def __init__(self) -> None:
+        self.turn, self.looks = None, 0
+
     def poll(self):
+        self.looks += 1
         return []
 
 
-@pytest.fixture
-def running(monkeypatch):
+@pytest.fixture(params=[None, 5])
+def running(monkeypatch, request):
     """A loop over an idle engine, and where to send it messages. A quarter of a second is long."""
     monkeypatch.setattr(loop, "_IDLE", 250)
     context = zmq.Context()
@@ -53,10 +57,11 @@ def running(monkeypatch):
     for bound, other, name in ((inbox, to, "to"), (outbox, sink, "from")):
         bound.bind(f"inproc://{name}")
         other.connect(f"inproc://{name}")
-    engine = Idle(5)
-    thread = threading.Thread(target=loop.EngineLoop(engine, inbox, outbox, NoDesk()).run)
+    engine, desk = Idle(5), NoDesk()
+    desk.turn = request.param
+    thread = threading.Thread(target=loop.EngineLoop(engine, inbox, outbox, desk).run)
     thread.start()
-    yield engine, to
+    yield engine, to, desk, sink
     to.send(encoder.encode(Stop()))
     thread.join(5)
     assert not thread.is_alive()
@@ -64,7 +69,7 @@ def running(monkeypatch):
 
 
 def test_all_is_prepared_after_a_while(running):
-    engine, _ = running
+    engine, *_ = running
     deadline = time.monotonic() + 5
     while engine.left >= 0 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -72,8 +77,27 @@ def test_all_is_prepared_after_a_while(running):
 
 
 def test_nothing_is_prepared_between_requests(running):
-    engine, to = running
+    engine, to, *_ = running
     for number in range(1, 21):
         to.send(encoder.encode(Abort(["none"])))
         time.sleep(0.04)
         assert (engine.left, engine.taken) == (5, number)
+
+
+def test_peers_are_looked_after_without_work_and_without_noise(running):
+    """Every few milliseconds once pages have been handed over, before all is prepared and after;
+    what the front end knows already it is not told again."""
+    engine, to, desk, sink = running
+    time.sleep(0.1)
+    assert (desk.looks > 5) == (desk.turn is not None)
+    while engine.left >= 0:
+        time.sleep(0.01)
+    looks, told = desk.looks, 0
+    time.sleep(0.1)
+    assert (desk.looks > looks + 5) == (desk.turn is not None) and desk.looks < looks + 50
+    while sink.poll(0):
+        sink.recv()
+        told += 1
+    assert told == 1
+    to.send(encoder.encode(Abort(["none"])))
+    assert sink.poll(5000), "something may have changed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -20,7 +21,7 @@ from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.platform.kv_transfer import MOST_BYTES, CacheBlocks, Description, TransferError
-from ds_runtime.platform.page_copies import TorchPageCopies
+from ds_runtime.platform.page_copies import LayerBlocks, TorchPageCopies
 from examples import examples
 
 FACTS = Facts(DeviceInfo("cpu", "a CPU", "x86"), {"kv_lora": 3, "qk_rope": 1}, page_size=4)
@@ -234,3 +235,51 @@ def test_a_root_depends_on_everything_that_bytes_depend_on():
     ]
     roots = {one.root() for one in (ORIGIN, *others)}
     assert len(roots) == len(others) + 1 and replace(ORIGIN).root() == ORIGIN.root()
+
+
+class Queues:
+    """What torch has for a device with streams: its work is done once somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.queue: list = []
+
+    class Event:
+        def record(self, stream) -> None:
+            """Nobody asks."""
+
+    def Stream(self, device):
+        return self
+
+    current_stream = Stream
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def wait_stream(self, stream) -> None:
+        """There is one."""
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_copies_that_raise_midway_have_nothing_under_way(fails, way):
+    """Whoever gave the blocks and the host memory may give them to others."""
+    copies, runtime = TorchPageCopies(CPU), Queues()
+    copies._runtime, copies._stream = runtime, runtime
+    copies._numbers = lambda blocks: torch.tensor(blocks)
+    caches = [torch.rand(4, 3) for _ in range(3)]
+
+    def copy(one, numbers):
+        if one.cache is caches[fails]:
+            raise OSError("no kernel")
+        runtime.queue.append(lambda: one.host.fill_(1))
+
+    setattr(copies, f"_{way}", copy)
+    given = [LayerBlocks(one, None, [1], torch.zeros(1, 12).byte()) for one in caches]
+    with pytest.raises(OSError, match="no kernel"):
+        getattr(copies, way)(given)
+    assert not runtime.queue
+    assert [bool(one.host.all()) for one in given] == [n < fails for n in range(3)]

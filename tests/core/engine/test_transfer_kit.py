@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,56 @@ class Immortal(Wrong):
         return Polled(found.finished, found.failed, [])
 
 
+class Late(Wrong):
+    """Keeps what somebody said who is gone."""
+
+    def poll(self):
+        kept, found = self._notices, super().poll()
+        self._notices = kept
+        return found
+
+
+class Device:
+    """Runs what it is told 50 ms later, one thing after the other."""
+
+    def __init__(self) -> None:
+        self._queue = ThreadPoolExecutor(1)
+
+    def late(self, do) -> None:
+        self._queue.submit(lambda: (time.sleep(0.05), do()))
+
+    def wait(self) -> None:
+        self._queue.submit(int).result()
+
+
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [
+        ("expose read", ""),
+        ("expose", "what was queued before a read writes to its blocks behind it"),
+        ("", "blocks are read before they were written"),
+    ],
+)
+def test_a_fabric_waits_for_the_device(waits, said):
+    """It reaches into memory by itself: what its device has queued is nothing that it waits for,
+    unless it sees to it in front of an offer and of a read."""
+    device = Device()
+
+    class Fabric(HostTransfer):
+        def expose(self, blocks):
+            if "expose" in waits:
+                device.wait()
+
+        def read(self, peer, local, remote, tag):
+            if "read" in waits:
+                device.wait()
+            return super().read(peer, local, remote, tag)
+
+    (found,) = check_transfer(hosts(Fabric), CPU, ("orders",), late=device.late)
+    device.wait()
+    assert found.failure.startswith(said) and bool(found.failure) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "said"),
     [
@@ -88,6 +140,7 @@ class Immortal(Wrong):
         (Goes, "releases", "a read that was given up"),
         (Mute, "notices", "nothing came of it"),
         (Immortal, "ends", "tells of [] as lost"),
+        (Late, "ends", "after that it says [('1', b'before it left')]"),
     ],
 )
 def test_a_mistake_is_named(kind, check, said, monkeypatch):

@@ -40,7 +40,6 @@ from ds_runtime.kv.transfer.desk import Desk
 
 _STATS_SECONDS = 0.25
 _IDLE = 1000  # milliseconds without work before anything is prepared
-_TURN = 1  # between looks at pages that are handed over
 
 
 class EngineLoop:
@@ -53,32 +52,43 @@ class EngineLoop:
         self.engine, self.desk = engine, desk
         self._inbox, self._outbox = inbox, outbox
         self._stopped = False
-        self._stats_due = 0.0
+        self._stats_due = self._quiet_at = 0.0
+        self._rests = False
         self._profiler = Profiler()
 
     def run(self) -> None:
         """Until a Stop message."""
+        self._quiet_at = time.monotonic() + _IDLE / 1000
         while not self._stopped:
-            self._receive()
+            heard = self._receive()
             messages = [*self.engine.step(), *self.desk.poll()]
             if messages:  # one write for a whole step
                 self._outbox.send(encoder.encode(messages))
-            self._tell_stats()
+            self._tell_stats(heard or bool(messages))
 
     def emit(self, message: FromEngine) -> None:
         """Send one message to the front end."""
         self._outbox.send(encoder.encode([message]))
 
-    def _receive(self) -> None:
-        """Take every message that is here; wait for one when there is nothing to compute, and
-        nothing to prepare."""
-        if not self.engine.has_work:
-            idle = _IDLE
-            while not (self.desk.busy or self._inbox.poll(idle)) and self.engine.prepare():
-                idle = 0
-            self._inbox.poll(_TURN if self.desk.busy else None)
+    def _receive(self) -> bool:
+        """Take every message that is here, and say if there was one; wait for one when there is
+        nothing to compute, and nothing to prepare."""
+        busy, heard = self.engine.has_work, False
+        if not busy:
+            self._wait()
         while self._inbox.poll(0):
             self._take(decode_to_engine.decode(self._inbox.recv()))
+            heard = True
+        if busy or heard:
+            self._quiet_at = time.monotonic() + _IDLE / 1000
+        return heard
+
+    def _wait(self) -> None:
+        """For a message, and no longer than the desk may; prepare one thing if none comes."""
+        turn, quiet = self.desk.turn, int((self._quiet_at - time.monotonic()) * 1000)
+        looks = self.desk.busy or (turn is not None and turn < quiet)
+        if looks or not (self._inbox.poll(max(0, quiet)) or self.engine.prepare()):
+            self._inbox.poll(turn)
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
@@ -116,10 +126,11 @@ class EngineLoop:
             _, refused = _tried(engine.load_adapter, named, message.folder)
         self.emit(Adapted(message.token, engine.adapters.names, refused))
 
-    def _tell_stats(self) -> None:
-        """A few times a second, and once more when the last request has left."""
-        now = time.monotonic()
-        if now >= self._stats_due or not (self.engine.has_work or self.desk.busy):
+    def _tell_stats(self, news: bool) -> None:
+        """A few times a second; where nothing is under way once, and again after any message."""
+        now, rested = time.monotonic(), self._rests
+        self._rests = not (self.engine.has_work or self.desk.busy)
+        if news or not rested if self._rests else now >= self._stats_due:
             self._stats_due = now + _STATS_SECONDS
             self.emit(replace(self.engine.stats(), **self.desk.counts))
 

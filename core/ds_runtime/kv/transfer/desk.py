@@ -26,6 +26,8 @@ from ds_runtime.kv.transfer.sockets import SocketTransfer
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.kv_transfer import KvTransfer, TransferError
 
+_BUSY, _OPEN = 1, 50  # milliseconds between looks: at what is under way, and whether a peer speaks
+
 
 class LoadedAdapter(Protocol):
     """An adapter that an engine holds. key: as of its realm; folder: its files."""
@@ -67,8 +69,16 @@ class Desk:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` is to be called soon."""
+        """Whether anything is under way."""
         return bool(self._asked) or (self._handover is not None and self._handover.busy)
+
+    @property
+    def turn(self) -> int | None:
+        """Milliseconds until `poll` is due; None: not before somebody asks. Peers speak when they
+        like, and a plugin's transfer has nothing that one could wait for."""
+        if self.busy:
+            return _BUSY
+        return None if self._handover is None else _OPEN
 
     @property
     def counts(self) -> dict[str, int]:
@@ -76,9 +86,9 @@ class Desk:
         if (made := self._handover) is None:
             return {}
         return {
-            "pages_held": made.num_held,
+            "pages_held": made.leases.num_held,
             "pages_coming": made.num_coming,
-            "pages_given": made.num_given,
+            "pages_given": made.leases.num_given,
             "pages_pulled": made.num_read,
         }
 
@@ -144,7 +154,7 @@ class Desk:
             origin = replace(origin, adapter=weights_digest(adapter.folder))
         root = replace(origin, salt=message.salt).root()
         if isinstance(message, HoldPages):
-            made = self._handover.hold(message.prompt, realm, root, message.seconds)
+            made = self._handover.leases.hold(message.prompt, realm, root, message.seconds)
             return [PagesHeld(message.token, made)]
         self._handover.pull(message.token, message.prompt, realm, root, message.offer)
         return []
@@ -158,7 +168,6 @@ class Desk:
         def settle() -> None:
             if snapshots is not None and (noted := snapshots.drain()):
                 copy_states(rank.caches, noted)
-                self._assembly.platform.synchronize()
 
         return Handover(pages, transfer, settle)
 

@@ -1,88 +1,29 @@
-"""Cached prompts that go from one engine to another: who holds pages for whom, and how long.
+"""Cached prompts that go from one engine to another.
 
 The engine that has a prompt's pages holds them under a lease and makes an offer; whoever was given
 the offer pulls them into its own prefix cache. A lease ends with time, with its reader, or where
 running requests need the room, and the pages may then become others while they are read. So a
 reader asks at the end whether the lease still stood, and keeps what it read only if it did.
+
+A transfer may be a plugin's. Whatever it raises, each block is the pull's still, or free. What it
+raises while a read is under way, `poll` raises: whoever is in the middle of a step goes on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from ds_runtime.kv.keys import page_keys
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.transfer.asked import PagesPulled
-from ds_runtime.platform.kv_transfer import (
-    MOST_BLOCKS,
-    MOST_BYTES,
-    CacheBlocks,
-    Count,
-    KvTransfer,
-    Numbers,
-    Ticket,
-    TransferError,
-)
-
-LONGEST = 300.0  # of a pull
-MOST_LEASES = 1024
-MOST_SECONDS = 3600.0  # of a lease that is not renewed
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """What a reader needs to know. key: of the last page (`kv.keys`). seconds: of the lease."""
-
-    description: Annotated[bytes, Meta(max_length=MOST_BYTES)]
-    lease: Count
-    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    pages: Numbers
-    states: Annotated[list[Count], Meta(max_length=1)]
-    seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
-
-
-class Want(msgspec.Struct, tag=True, frozen=True):
-    """The sender reads what this lease holds."""
-
-    lease: Count
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """It has read all, or gives up."""
-
-    lease: Count
-
-
-class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The lease is no more. whole: until its reader was done."""
-
-    lease: Count
-    whole: bool
-
-
-_Notices = Want | Done | Ended
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    """node: the deepest of `count` pages, under a reference. states: a snapshot of it. reader: its
-    name, once it has spoken."""
-
-    number: int
-    node: Node
-    count: int
-    states: list[int]
-    seconds: float
-    until: float
-    reader: str = ""
+from ds_runtime.kv.transfer.leases import Done, Leases, Notices, Offer, Want, longest, tell
+from ds_runtime.platform.kv_transfer import CacheBlocks, KvTransfer, Ticket, TransferError
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +45,7 @@ class _Pull:
 
 class Handover:
     """One engine's end. pages: its pool and prefix cache; transfer: registered already. settle:
-    runs copies of states that are only noted yet, and returns once they are there. now: a clock,
-    in seconds.
+    queues copies of states that are only noted yet. now: a clock, in seconds.
     """
 
     def __init__(
@@ -118,86 +58,22 @@ class Handover:
         assert pages.prefix is not None, "there is nothing to hand over without a prefix cache"
         self._pages, self._prefix, self._transfer = pages, pages.prefix, transfer
         self._settle, self._now = settle, now
-        self._leases: dict[int, _Lease] = {}
+        self.leases = Leases(pages, transfer, settle, now)
+        self._raised: Exception | None = None
         self._pulls: dict[str, _Pull] = {}
-        self._count = self.num_given = self.num_read = 0
+        self.num_read = 0
         self._ended = list[PagesPulled]()
         pages.guests = self
 
     @property
     def busy(self) -> bool:
         """Whether `poll` is to be called soon."""
-        return bool(self._leases or self._pulls or self._ended)
-
-    @property
-    def num_held(self) -> int:
-        """Pages that leases keep from being evicted, of each lease for itself."""
-        return sum(lease.count for lease in self._leases.values())
+        return bool(self.leases or self._pulls or self._ended or self._raised)
 
     @property
     def num_coming(self) -> int:
         """Pages that pulls write to."""
         return sum(len(pull.local.pages) for pull in self._pulls.values())
-
-    # ---- the engine that has the pages ----
-
-    def hold(self, tokens: Sequence[int], realm: Realm, root: bytes, seconds: float) -> bytes:
-        """An offer of what is cached of a prompt. Raises TransferError where nothing is."""
-        if not 0 < seconds <= MOST_SECONDS:
-            raise TransferError(f"seconds {seconds}: give more than 0 and at most {MOST_SECONDS}")
-        size = self._pages.page_size
-        tokens = tokens[: MOST_BLOCKS * size + 1]
-        found = self._prefix.match(tokens, realm)
-        if not found.pages:
-            raise TransferError("no page of this prompt is cached here: have it computed first")
-        if len(self._leases) >= MOST_LEASES:
-            raise TransferError(f"{MOST_LEASES} prompts are held for others: try again later")
-        *_, key = islice(page_keys(root, tokens, size), len(found.pages))
-        snapshots = self._pages.snapshots
-        states = [] if snapshots is None else [snapshots.pin(found.node)]
-        self._prefix.lock(found.node)
-        try:
-            self._settle()  # its reader may look before this engine does anything more
-        except BaseException:
-            self._prefix.unlock(found.node)
-            if snapshots is not None:
-                snapshots.unpin(found.node)
-            raise
-        self._count += 1
-        given = self._count, found.node, len(found.pages), states
-        lease = _Lease(*given, seconds, self._now() + seconds)
-        self._leases[lease.number] = lease
-        said = self._transfer.describe()
-        offer = Offer(said, lease.number, key, found.pages, states, seconds)
-        return msgspec.msgpack.encode(offer)
-
-    def _wanted(self, peer: str, number: int) -> None:
-        lease = self._leases.get(number)
-        if lease is None or lease.reader not in ("", peer):
-            return self._tell(peer, Ended(number, whole=False))
-        lease.reader, lease.until = peer, self._now() + lease.seconds
-
-    def _done(self, peer: str, number: int) -> None:
-        lease = self._leases.get(number)
-        whole = lease is not None and lease.reader == peer and self._stands(lease)
-        self._tell(peer, Ended(number, whole))
-        if lease is not None and lease.reader == peer:
-            self.num_given += whole * lease.count
-            self._end(lease)
-
-    def _stands(self, lease: _Lease) -> bool:
-        """Whether its blocks are still what they were: nobody has found them to be broken."""
-        snapshots, node = self._pages.snapshots, lease.node
-        kept = snapshots is None or [snapshots.block(node)] == lease.states
-        while kept and node.parent is not None:
-            kept, node = not node.is_cut, node.parent
-        return kept
-
-    def _end(self, lease: _Lease) -> None:
-        del self._leases[lease.number]
-        if self._pages.snapshots is not None:
-            self._pages.snapshots.unpin(lease.node)
-        self._prefix.unlock(lease.node)
 
     # ---- the engine that wants them ----
 
@@ -233,8 +109,11 @@ class Handover:
             raise
         now, behind = self._now(), [*tokens[len(known.pages) * size : count * size]]
         given = token, offer, peer, known.node, behind, count * size, local, ticket
-        self._pulls[token] = _Pull(*given, now + LONGEST, now)
-        self._renew(now)
+        self._pulls[token] = _Pull(*given, now + longest(count), now)
+        try:
+            self._renew(now)
+        except Exception as e:  # the read is under way
+            self._raised = e
 
     def _room(self, offer: Offer, known: Match, peer: str) -> CacheBlocks:
         """Blocks for what is missing here."""
@@ -273,12 +152,14 @@ class Handover:
         self._ended.append(PagesPulled(pull.token, pull.length))
 
     def _fail(self, pull: _Pull, why: str) -> None:
-        del self._pulls[pull.token]
+        reads = pull.ticket is not None
         if pull.ticket is not None:
-            self._transfer.release(pull.ticket)
-            self._tell(pull.peer, Done(pull.offer.lease))
+            self._transfer.release(pull.ticket)  # until then its blocks may be written to
+        del self._pulls[pull.token]
         self._give(pull.local, pull.node)
         self._ended.append(PagesPulled(pull.token, refused=why))
+        if reads:
+            self._tell(pull.peer, Done(pull.offer.lease))
 
     def _give(self, blocks: CacheBlocks, node: Node) -> None:
         """Blocks of a pull, and its reference, are free again."""
@@ -291,31 +172,34 @@ class Handover:
     # ---- both ----
 
     def poll(self) -> list[PagesPulled]:
-        """Go on with all that is under way; the pulls that have ended since."""
+        """Go on with all that is under way; the pulls that have ended since. Raises what the
+        transfer raises: `drop` it."""
+        if self._raised is not None:
+            raise self._raised
         polled = self._transfer.poll()
+        for ticket, why in polled.failed:
+            if (pull := self._pulls.get(ticket.tag)) is not None and pull.ticket == ticket:
+                self._fail(pull, why)
+        for peer in polled.lost:  # it may have come again, and what it tells is of then
+            self._lose(peer)
         for peer, notice in self._transfer.notices():
             self._hear(peer, notice)
         for ticket in polled.finished:
             if (pull := self._pulls.get(ticket.tag)) is not None and pull.ticket == ticket:
                 self._read(pull)
-        for ticket, why in polled.failed:
-            if (pull := self._pulls.get(ticket.tag)) is not None and pull.ticket == ticket:
-                self._fail(pull, why)
-        for peer in polled.lost:
-            self._lose(peer)
         self._expire(self._now())
         ended, self._ended = self._ended, []
         return ended
 
     def _hear(self, peer: str, notice: bytes) -> None:
         try:
-            said = msgspec.msgpack.decode(notice, type=_Notices)
+            said = msgspec.msgpack.decode(notice, type=Notices)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return  # somebody else's words
         if isinstance(said, Want):
-            self._wanted(peer, said.lease)
+            self.leases.wanted(peer, said.lease)
         elif isinstance(said, Done):
-            self._done(peer, said.lease)
+            self.leases.done(peer, said.lease)
         else:
             pulls = [*self._pulls.values()]
             for pull in (p for p in pulls if (p.peer, p.offer.lease) == (peer, said.lease)):
@@ -327,47 +211,42 @@ class Handover:
                     )
 
     def _lose(self, peer: str) -> None:
-        for lease in [one for one in self._leases.values() if one.reader == peer]:
-            self._end(lease)
+        self.leases.lose(peer)
         for pull in [one for one in self._pulls.values() if one.peer == peer]:
             self._fail(pull, f"peer {peer!r} has left before it said that its pages stood")
 
     def _expire(self, now: float) -> None:
-        for lease in [one for one in self._leases.values() if now > one.until]:
-            self._revoke(lease)
+        self.leases.expire(now)
         for pull in [one for one in self._pulls.values() if now > one.until]:
-            self._fail(pull, f"peer {pull.peer!r} did not give all pages within {LONGEST:.0f} s")
+            within = f"{longest(len(pull.offer.pages)):.0f} s"
+            self._fail(pull, f"peer {pull.peer!r} did not give all pages within {within}")
         self._renew(now)
 
-    def _revoke(self, lease: _Lease) -> None:
-        if lease.reader:
-            self._tell(lease.reader, Ended(lease.number, whole=False))
-        self._end(lease)
-
     def leave(self) -> bool:
-        """Give pages back that running requests need; False if there are none."""
-        for pull in self._pulls.values():
-            self._fail(pull, "running requests need the pages: try again later")
-            return True
-        for lease in self._leases.values():
-            self._revoke(lease)
-            return True
-        return False
+        """Give pages back that running requests need; False if there are none to give."""
+        held = len(self._pulls) + len(self.leases)
+        try:
+            if self._pulls:
+                pull = next(iter(self._pulls.values()))
+                self._fail(pull, "running requests need the pages: try again later")
+            else:
+                self.leases.leave()
+        except Exception as e:  # requests are in the middle of a step
+            self._raised = e
+        return len(self._pulls) + len(self.leases) < held
 
-    def _tell(self, peer: str, said: _Notices) -> None:
-        with suppress(TransferError):  # it takes none: as if it were gone, and leases end by time
-            self._transfer.notify(peer, msgspec.msgpack.encode(said))
+    def _tell(self, peer: str, said: Notices) -> None:
+        tell(self._transfer, peer, said)
 
     def drop(self, why: str) -> list[PagesPulled]:
         """Go on without the transfer, which works no more; what becomes of pulls. Raises what it
         raises where it cannot even be closed: it may still write to pages then."""
         self._transfer.close()
+        self._pages.guests = None
         pulls, self._pulls = [*self._pulls.values()], {}
         for pull in pulls:
             self._give(pull.local, pull.node)
-        for lease in [*self._leases.values()]:
-            self._end(lease)
-        self._pages.guests = None
+        self.leases.drop()
         return [*self._ended, *(PagesPulled(pull.token, refused=why) for pull in pulls)]
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ class HostTransfer(Transfer):
                 polled.finished.append(read.ticket)
         for name in polled.lost:
             del self._peers[name]
+        self._notices = [said for said in self._notices if said[0] not in polled.lost]
         return polled
 
     def _copy(self, other: HostTransfer, read: _Begun) -> None:

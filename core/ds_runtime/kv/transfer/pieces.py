@@ -18,7 +18,7 @@ SLOTS = 4  # pieces that one reader has not taken yet
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """The first word to a peer. memory: for pieces that it reads here."""
+    """The first word to a peer, once for each pair of epochs. memory: for pieces read here."""
 
     description: Annotated[bytes, Meta(max_length=MOST_BYTES)]
     memory: Offered | None = None
@@ -34,12 +34,11 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 
 class PageBytes(msgspec.Struct, tag=True, frozen=True):
-    """A piece is in its slot, or here."""
+    """A piece is in its slot, or comes behind this."""
 
     number: Count
     index: Count
     slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
-    data: bytes = b""
 
 
 class Taken(msgspec.Struct, tag=True, frozen=True):
@@ -61,13 +60,17 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
     why: Annotated[str, Meta(max_length=500)]
 
 
+class Still(msgspec.Struct, tag=True, frozen=True):
+    """The sender still has something open. Who does not know of it answers that."""
+
+
 class Notice(msgspec.Struct, tag=True, frozen=True):
     """Of the engine's own."""
 
     data: Annotated[bytes, Meta(max_length=MOST_BYTES)]
 
 
-Words = Greeting | Read | PageBytes | Taken | Cancel | Stopped | Notice
+Words = Greeting | Read | PageBytes | Taken | Cancel | Stopped | Still | Notice
 
 
 class BlockRange(NamedTuple):

@@ -8,6 +8,7 @@ as both engines come by.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ds_runtime.kv.transfer.mailbox import Mailbox, Where
+from ds_runtime.kv.transfer.mailbox import Bytes, Heard, Mailbox, Where
 from ds_runtime.kv.transfer.pieces import (
     PIECE,
     SLOTS,
@@ -26,6 +27,7 @@ from ds_runtime.kv.transfer.pieces import (
     Notice,
     PageBytes,
     Read,
+    Still,
     Stopped,
     Taken,
     Words,
@@ -50,6 +52,7 @@ from ds_runtime.platform.page_copies import Copying, PageCopies
 
 MOST_PEERS = 64
 MOST_READS = 64  # of one peer
+_STILL = 1.0  # seconds between signs to peers that something is open with
 
 
 @dataclass(slots=True)
@@ -86,20 +89,36 @@ class _Reading:
     next: list[BlockRange] | None = None
     landing: deque[tuple[int, int, Copying]] = field(default_factory=deque)  # slot, layers
 
+    def finish(self) -> None:
+        """Return once nothing of it writes to a page any more."""
+        for _, _, copying in self.landing:
+            copying.finish()
+
 
 @dataclass(slots=True)
 class _Peer:
-    """own: slots for what it reads here; theirs: those of what is read there, where they can be
-    had. met: it has said hello."""
+    """A peer in one pair of epochs: what is open with it ends with that. own: slots for what it
+    reads here; theirs: those of what is read there, where they can be had."""
 
     own: Slots | None
     theirs: Slots | None = None
-    met: bool = False
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     buffers: dict[int, Tensor] = field(default_factory=dict)
     serving: deque[_Giving] = field(default_factory=deque)
     saving: deque[_Saving] = field(default_factory=deque)
     reading: dict[int, _Reading] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self.reading or self.serving or self.saving)
+
+    def finish(self) -> None:
+        """Return once no copy of it writes to a page or a slot any more."""
+        for saved in self.saving:
+            saved.copying.finish()
+        for read in self.reading.values():
+            read.finish()
 
 
 class SocketTransfer(Transfer):
@@ -113,13 +132,15 @@ class SocketTransfer(Transfer):
         self._open: dict[str, _Peer] = {}
         self._notices: deque[tuple[str, bytes]] = deque()
         self._polled = Polled([], [], [])
+        self._still = 0.0
 
     def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
         """As KvTransfer. Raises TransferError where the address cannot be had."""
         super().register(caches, pages, states, copies)
         self._locked = copies.buffer(1, 1).is_pinned()  # then shared memory is slow for the device
         self._size = max(PIECE, *(region.size for region in self.layers.regions), 0)
-        self._mail = Mailbox(self.name, self._address, self._size + 16 * MOST_BLOCKS + MOST_BYTES)
+        most = self._size + 16 * MOST_BLOCKS + MOST_BYTES
+        self._mail = Mailbox(self.name, self._address, most, Greeting, Words)
 
     def where(self) -> bytes:
         """As Transfer."""
@@ -132,17 +153,18 @@ class SocketTransfer(Transfer):
             self._meet(said)
         return said.name
 
-    def _meet(self, said: Description, heard: bool = False) -> None:
+    def _meet(self, said: Description, *answers: bytes) -> None:
+        """Open a line to a peer. answers: its epoch, if it has greeted first."""
         if len(self._peers) >= MOST_PEERS:
             raise TransferError(f"{MOST_PEERS} peers are attached: that is the limit")
         try:
             where = msgspec.msgpack.decode(said.where, type=Where)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise TransferError(f"peer {said.name!r} does not say where it is: {e}") from e
-        self._mail.open(said.name, where, heard)
         own = share(self._size, SLOTS) if self._shares else None
+        hello = Greeting(self.describe(), own.offered if own else None)
+        self._mail.open(said.name, where, hello, *answers)
         self._peers[said.name], self._open[said.name] = said, _Peer(own)
-        self._mail.send(said.name, Greeting(self.describe(), own.offered if own else None))
 
     def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
         """As KvTransfer."""
@@ -150,7 +172,7 @@ class SocketTransfer(Transfer):
         pieces = pieces_of(self.layers, local, self._size)
         read = _Reading(ticket, local, remote, pieces, next=next(pieces, None))
         there.reading[ticket.number] = read
-        if there.met:
+        if self._mail.has_met(peer):
             self._ask(peer, there, read)
         return ticket
 
@@ -161,11 +183,16 @@ class SocketTransfer(Transfer):
 
     def poll(self) -> Polled:
         """As KvTransfer."""
-        for name, message in self._mail.receive(Words):
-            self._take(name, message)
+        for heard in self._mail.receive():
+            self._take(heard)
         for name, why in self._mail.lost():
             self._lose(name, why)
+        now = time.monotonic()
+        if signs := now >= self._still + _STILL:
+            self._still = now
         for name, peer in self._open.items():
+            if signs and peer.is_open and self._mail.has_met(name):
+                self._mail.send(name, Still())
             self._serve(name, peer)
             for read in list(peer.reading.values()):
                 self._land(name, peer, read)
@@ -174,15 +201,15 @@ class SocketTransfer(Transfer):
 
     # ---- words of peers ----
 
-    def _take(self, name: str, message: Words) -> None:
+    def _take(self, heard: Heard) -> None:
+        name, message = heard.peer, heard.message
         if isinstance(message, Greeting):
-            return self._greeted(name, message)
-        if (peer := self._open.get(name)) is None:
-            return
+            return self._greeted(heard, message)
+        peer = self._open[name]
         if isinstance(message, Read):
             self._asked(name, peer, message)
         elif isinstance(message, PageBytes):
-            self._come(name, peer, message)
+            self._come(name, peer, message, heard.data)
         elif isinstance(message, Taken):
             if message.slot not in peer.free and all(
                 s.piece.slot != message.slot for s in peer.saving
@@ -192,28 +219,41 @@ class SocketTransfer(Transfer):
             peer.serving = deque(s for s in peer.serving if s.number != message.number)
         elif isinstance(message, Stopped):
             if (read := peer.reading.get(message.number)) is not None:
-                self._fail(peer, read, f"peer {name!r}: {message.why}")
+                self._fail(name, peer, read, f"peer {name!r}: {message.why}")
+        elif isinstance(message, Still):
+            return  # it is known
         elif len(self._notices) < MOST_NOTICES:
             self._notices.append((name, message.data))
         else:
-            self._lose(name, f"told more than {MOST_NOTICES} notices that nobody took", drop=True)
+            self._lose(name, f"told more than {MOST_NOTICES} notices that nobody took")
 
-    def _greeted(self, name: str, message: Greeting) -> None:
+    def _greeted(self, heard: Heard, message: Greeting) -> None:
+        """A pair is made. One that there was with this peer ends: it has begun anew, or let go of
+        this engine while its words were under way."""
+        name = heard.peer
+        own, known = self._mail.epochs(name)
+        if any(heard.answers) and heard.answers != own:
+            return  # it answers a greeting of a pair that is no more here, either
         try:
             said = self.admit(message.description)
             if said.name != name:
-                return
-            if name not in self._peers:
-                self._meet(said, heard=True)
-        except TransferError:
-            return  # it waits for an answer in vain, and then says so to whoever sent it
+                raise TransferError(f"it speaks as {name!r}, and says that it is {said.name!r}")
+            if heard.epoch <= known:
+                return  # one of its earlier lines, or the same again
+            if self._mail.has_met(name):
+                self._lose(name, "has begun anew")
+                if heard.answers == own:
+                    return  # it does not await another: what it says next it is told
+            if name not in self._open:
+                self._meet(said, heard.epoch)
+        except TransferError as e:
+            return self._mail.refuse(heard.by, heard.epoch + heard.answers, str(e))
+        self._mail.meet(name, heard.epoch)
         peer = self._open[name]
-        if not peer.met:
-            peer.met = True
-            if message.memory is not None and self._shares:
-                peer.theirs = open_shared(message.memory, self._size, SLOTS)
-            for read in peer.reading.values():
-                self._ask(name, peer, read)
+        if message.memory is not None and self._shares:
+            peer.theirs = open_shared(message.memory, self._size, SLOTS)
+        for read in peer.reading.values():
+            self._ask(name, peer, read)
 
     def _asked(self, name: str, peer: _Peer, message: Read) -> None:
         blocks, why = CacheBlocks(message.pages, message.states), ""
@@ -247,12 +287,10 @@ class SocketTransfer(Transfer):
             read.index += 1
         while peer.saving and peer.saving[0].copying.ended(peer.saving[0].layers - 1):
             saved = peer.saving.popleft()
-            said = saved.piece
-            if saved.shared is None:
-                said = msgspec.structs.replace(said, data=saved.host.numpy().tobytes())
-            elif self._locked:
+            data = b"" if saved.shared is not None else saved.host.numpy().tobytes()
+            if saved.shared is not None and self._locked:
                 saved.shared[: len(saved.host)].copy_(saved.host)
-            self._mail.send(name, said)
+            self._mail.send(name, saved.piece, data)
 
     def _buffer(self, peer: _Peer, slot: int) -> Tensor:
         if slot not in peer.buffers:
@@ -261,20 +299,19 @@ class SocketTransfer(Transfer):
 
     # ---- blocks that are read from peers ----
 
-    def _come(self, name: str, peer: _Peer, message: PageBytes) -> None:
+    def _come(self, name: str, peer: _Peer, message: PageBytes, data: Bytes) -> None:
         read = peer.reading.get(message.number)
         if read is None:  # it was given up
             return self._mail.send(name, Taken(message.slot))
-        host = peer.theirs[message.slot] if peer.theirs else _bytes(message.data)
+        host = peer.theirs[message.slot] if peer.theirs else _bytes(data)
         if self._locked:
             host = self._copies.buffer(1, len(host))[0].copy_(host)
         due, found = read.next, None
         if due is not None and message.index == read.index:
             found = placed(self.layers, due, read.local, host)
         if found is None:
-            self._mail.send(name, Cancel(message.number))
             self._mail.send(name, Taken(message.slot))
-            return self._fail(peer, read, f"peer {name!r} sent another piece than was due")
+            return self._fail(name, peer, read, f"peer {name!r} sent another piece than was due")
         read.landing.append((message.slot, len(found), self._copies.load(found)))
         read.next, read.index = next(read.pieces, None), read.index + 1
 
@@ -287,27 +324,26 @@ class SocketTransfer(Transfer):
             del peer.reading[read.ticket.number]
             self._polled.finished.append(read.ticket)
 
-    def _fail(self, peer: _Peer, read: _Reading, why: str) -> None:
-        for _, _, copying in read.landing:
-            copying.finish()
-        del peer.reading[read.ticket.number]
+    def _fail(self, name: str, peer: _Peer, read: _Reading, why: str) -> None:
+        self._give_up(name, peer, read)
         self._polled.failed.append((read.ticket, why))
 
-    def _lose(self, name: str, why: str, drop: bool = False) -> None:
-        if drop:
-            self._mail.drop(name)
-        peer = self._open.pop(name)
-        del self._peers[name]
-        self._settle(peer)
-        for read in list(peer.reading.values()):
-            self._fail(peer, read, f"peer {name!r} {why}")
-        self._polled.lost.append(name)
+    def _give_up(self, name: str, peer: _Peer, read: _Reading) -> None:
+        read.finish()
+        del peer.reading[read.ticket.number]
+        self._mail.send(name, Cancel(read.ticket.number))
+        for slot, _, _ in read.landing:
+            self._mail.send(name, Taken(slot))
 
-    @staticmethod
-    def _settle(peer: _Peer) -> None:
-        """Nothing is written to its slots any more."""
-        for saved in peer.saving:
-            saved.copying.finish()
+    def _lose(self, name: str, why: str) -> None:
+        peer = self._open[name]
+        peer.finish()
+        self._mail.drop(name)
+        del self._open[name], self._peers[name]
+        for read in peer.reading.values():
+            self._polled.failed.append((read.ticket, f"peer {name!r} {why}"))
+        self._notices = deque(said for said in self._notices if said[0] != name)
+        self._polled.lost.append(name)
 
     def notify(self, peer: str, notice: bytes) -> None:
         """As KvTransfer."""
@@ -322,24 +358,18 @@ class SocketTransfer(Transfer):
     def release(self, ticket: Ticket) -> None:
         """As KvTransfer."""
         for name, peer in self._open.items():
-            if (read := peer.reading.pop(ticket.number, None)) is not None:
-                self._mail.send(name, Cancel(ticket.number))
-                for slot, _, copying in read.landing:
-                    copying.finish()
-                    self._mail.send(name, Taken(slot))
+            if (read := peer.reading.get(ticket.number)) is not None:
+                self._give_up(name, peer, read)
 
     def close(self) -> None:
         """As KvTransfer."""
         for peer in self._open.values():
-            self._settle(peer)
-            for read in peer.reading.values():
-                for _, _, copying in read.landing:
-                    copying.finish()
+            peer.finish()
         self._open.clear()
         self._peers.clear()
         self._mail.close()
 
 
-def _bytes(data: bytes) -> Tensor:
+def _bytes(data: Bytes) -> Tensor:
     """[length] uint8, of its own."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
