@@ -73,10 +73,13 @@ def test_where_no_layout_is_left_the_error_names_what_is_to_be_built():
         UnsupportedError, match=rf"{fits}cpu\.mla_decode_native: native library not"
     ):
         assemble(config, device="epyc-9755", without=("native",))
-    with pytest.raises(
-        UnsupportedError, match=f"{fits}no kernel of mha_decode is batch-invariant; "
+    for flags, op, flag in (
+        ({"disable_mla": True}, "mha_decode", "--disable-mla"),
+        ({"max_loras": 1}, "lora_delta", "--lora and --max-loras"),
     ):
-        assemble(replace(config, platform="cpu", disable_mla=True))
+        said = f"no kernel of {op} is batch-invariant; leave {flag} or --batch-invariant out$"
+        with pytest.raises(UnsupportedError, match=said):
+            assemble(replace(config, platform="cpu", **flags))
 
 
 def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
@@ -207,7 +210,7 @@ def test_many_values_have_the_same_sums(dtype, monkeypatch):
     torch.manual_seed(3)
     parts = [torch.randn(5, 7, dtype=torch.float32).to(dtype) for _ in range(3)]
     few = InOrder(Group(parts)).all_reduce(parts[1])
-    monkeypatch.setattr("ds_runtime.parallel.in_order._MANY", 1)
+    monkeypatch.setattr("ds_runtime.parallel.in_order.MANY", 1)
     padded = [torch.nn.functional.pad(p.reshape(-1), (0, 1)) for p in parts]
     group = Group(parts)
     group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
@@ -256,5 +259,5 @@ def test_a_group_without_all_to_all_has_the_same_sums(dtype, monkeypatch):
     for odd in (parts, [p[:5] for p in parts]):
         few = InOrder(Older(odd)).all_reduce(odd[1])
         with monkeypatch.context() as patch:
-            patch.setattr("ds_runtime.parallel.in_order._MANY", 1)
+            patch.setattr("ds_runtime.parallel.in_order.MANY", 1)
             assert torch.equal(InOrder(Older(odd)).all_reduce(odd[1]), few)

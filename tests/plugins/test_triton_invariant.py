@@ -100,7 +100,7 @@ def test_attention_has_pieces_of_one_size_whatever_the_table_and_the_rows(monkey
         for row, length in enumerate(lens):
             for width in (length // 64 + 1, 20):
                 assert torch.equal(run([row], width)[0], whole[row]), (length, width)
-        monkeypatch.setattr(mla, "_HELD", 1)
+        monkeypatch.setattr(mla, "HELD", 1)
         assert torch.equal(run(range(len(lens)), 20), whole)
     assert not (whole.isnan().any() or torch.equal(whole[3], whole[4]))
 

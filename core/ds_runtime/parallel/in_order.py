@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.parallel.mesh import MANY
 from ds_runtime.platform.contract import Communicator
-
-_MANY = 1 << 18  # values from which on each rank adds a share
 
 
 class InOrder:
@@ -29,10 +28,11 @@ class InOrder:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         flat, count = x.reshape(-1), x.numel()
-        if count < _MANY:
+        if count < MANY:
             return self._sum(self._group.gather_rows(flat.view(1, -1))).view(x.shape)
-        share = torch.nn.functional.pad(flat, (0, -count % self.size))
-        part = self._sum(self._shares(share))
+        if odd := -count % self.size:
+            flat = torch.nn.functional.pad(flat, (0, odd))
+        part = self._sum(self._shares(flat))
         return self._group.gather_rows(part)[:count].view(x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture, cores
 from ds_runtime_triton.mla import combine
 from ds_runtime_triton.scaled import Scaled
-from ds_runtime_triton.workspace import SPLITS
-
-_TOGETHER = 64  # rows of a launch at most, where each must have bits of its own
+from ds_runtime_triton.workspace import SPLITS, TOGETHER
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
@@ -97,12 +95,12 @@ def _whole(held: _Held, q: Tensor, slots: Tensor, kv_lora: int, scale: float) ->
 
 
 def _in_order(held: _Held, q: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
-    """Up to _TOGETHER rows at a time, so that what splits hand over has a bound. How slots are
+    """Up to TOGETHER rows at a time, so that what splits hand over has a bound. How slots are
     split, and by what configuration, is that of so many rows, however few there are."""
     out = torch.empty(*q.shape[:2], kv_lora, dtype=q.dtype, device=q.device)
-    for first in range(0, len(q), _TOGETHER):
-        some = slice(first, first + _TOGETHER)
-        _attend(held, q[some], slots[some], out[some], scale, _TOGETHER)
+    for first in range(0, len(q), TOGETHER):
+        some = slice(first, first + TOGETHER)
+        _attend(held, q[some], slots[some], out[some], scale, TOGETHER)
     return out
 
 

@@ -16,6 +16,13 @@ NO_SHARE = Fixable("serves calls of some sizes alone, whose bits no other kernel
 _OWN_REFUSALS = ({NO_BITS}, {NO_SHARE}, {NO_BITS, NO_SHARE})
 NONE_LEFT = f"install or build what one of them lacks, or {_OUT}"
 
+# Ops that a flag alone brings.
+_WANTED = {
+    "mha_decode": "--disable-mla",
+    "cache_write": "--disable-mla",
+    "lora_delta": "--lora and --max-loras",
+}
+
 
 def refusals(kernel: Kernel, facts: Facts) -> Iterator[str]:
     """Why a kernel is left out."""
@@ -28,8 +35,11 @@ def refusals(kernel: Kernel, facts: Facts) -> Iterator[str]:
 
 def left(op: str, said: Sequence[str]) -> list[str]:
     """What is said where no kernel of an op is: "kernel: why" of those that only lack something."""
-    lacking = [why for why in said if not why.endswith(NO_BITS)]
-    return [*(lacking or [f"no kernel of {op} is batch-invariant"]), NONE_LEFT]
+    if lacking := [why for why in said if not why.endswith(NO_BITS)]:
+        return [*lacking, NONE_LEFT]
+    flag = f"{_WANTED[op]} or " if op in _WANTED else ""
+    remedy = f"leave {flag}--batch-invariant out" if flag else NONE_LEFT
+    return [f"no kernel of {op} is batch-invariant", remedy]
 
 
 def judged(verdicts: Sequence[Verdict]) -> list[Verdict]:
