@@ -24,6 +24,7 @@ from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference.compiling import check_compiler
 from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
