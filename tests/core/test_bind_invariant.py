@@ -15,8 +15,8 @@ from ds_runtime.cli.known import KNOWN
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import DRAFT
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.ops.binding.bind import refusals
-from ds_runtime.ops.contract import Gates
+from ds_runtime.ops.binding.bind import decide_all, refusals
+from ds_runtime.ops.contract import Gates, Offers
 from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
@@ -73,10 +73,13 @@ def test_where_no_layout_is_left_the_error_names_what_is_to_be_built():
         UnsupportedError, match=rf"{fits}cpu\.mla_decode_native: native library not"
     ):
         assemble(config, device="epyc-9755", without=("native",))
-    with pytest.raises(
-        UnsupportedError, match=f"{fits}no kernel of mha_decode is batch-invariant; "
+    for flags, op, flag in (
+        ({"disable_mla": True}, "mha_decode", "--disable-mla"),
+        ({"max_loras": 1}, "lora_delta", "--lora and --max-loras"),
     ):
-        assemble(replace(config, platform="cpu", disable_mla=True))
+        said = f"no kernel of {op} is batch-invariant; leave {flag} or --batch-invariant out$"
+        with pytest.raises(UnsupportedError, match=said):
+            assemble(replace(config, platform="cpu", **flags))
 
 
 def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
@@ -96,6 +99,37 @@ def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
     others = replace(few, bits="another order"), same[1]
     assert not bind(linears, *others, base=INVARIANT).shares
     assert bind(linears, few, many).shares  # without the flag they may
+
+
+def test_a_kernel_for_some_sizes_serves_no_others(sites):  # noqa: F811
+    """Not even alone, best or pinned: what it promises of a row's bits holds where it is asked."""
+    linears = [site for site in sites if site.op == "linear"][:1]
+    few = own("linear", "few", 30, rows=asking(0, 5), bits="in order")
+    more = own("linear", "more", 25, rows=asking(5), bits="in order")
+    many = own("linear", "many", 20, rows=asking(0), bits="in order")
+    others = [
+        replace(many, bits="another order"),
+        replace(many, bits=""),
+        replace(many, rows=replace(many.rows, packing="other.v1")),
+        replace(many, batch_invariant=False),
+    ]
+    for other in others:
+        made = () if other.batch_invariant else (own("linear", "plain", 5),)
+        serving = "many.linear" if other.batch_invariant else "plain.linear"
+        alone = bind(linears, few, more, other, *made, base=INVARIANT)
+        assert chosen(alone, "linear") == {serving} and not alone.shares
+        (decision,) = alone.decisions
+        assert {name for name, why in decision.refused if "of some sizes" in why} == {
+            "few.linear",
+            "more.linear",
+        }
+    plain = bind(linears, few, others[3])
+    assert chosen(plain, "linear") == {"few.linear"} and plain.shares  # without the flag it may
+    with pytest.raises(ConfigError, match=r"few\.linear: serves calls of some sizes alone"):
+        bind(linears, few, many, base=INVARIANT, pins=("linear=few.linear",))
+    with pytest.raises(UnsupportedError, match="serves calls of some sizes alone"):
+        offers = Offers((few, more), (), (), frozenset())
+        decide_all(linears, offers, INVARIANT)
 
 
 def test_prompts_have_no_sites_of_their_own(tmp_path):
@@ -176,7 +210,7 @@ def test_many_values_have_the_same_sums(dtype, monkeypatch):
     torch.manual_seed(3)
     parts = [torch.randn(5, 7, dtype=torch.float32).to(dtype) for _ in range(3)]
     few = InOrder(Group(parts)).all_reduce(parts[1])
-    monkeypatch.setattr("ds_runtime.parallel.in_order._MANY", 1)
+    monkeypatch.setattr("ds_runtime.parallel.in_order.MANY", 1)
     padded = [torch.nn.functional.pad(p.reshape(-1), (0, 1)) for p in parts]
     group = Group(parts)
     group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
@@ -193,3 +227,37 @@ def test_ranks_add_up_in_their_order(dtype):
     assert torch.equal(group.all_reduce(parts[1].view(2, 3)), expected.view(2, 3))
     rows = [p.view(3, 2) for p in parts]
     assert torch.equal(InOrder(Group(rows)).reduce_scatter(rows[1]), expected.view(3, 2)[1:2])
+
+
+class Older:
+    """Of three ranks, as written before `all_to_all` was in the contract."""
+
+    rank, size = 1, 3
+
+    def __init__(self, parts):
+        self.parts, self.first = parts, True
+
+    def gather_rows(self, x):
+        if x.dim() == 1:  # of sums that each rank has made of its share
+            sums = [Share(self.parts, rank).sum() for rank in range(3)]
+            assert torch.equal(sums[self.rank], x)
+            return torch.cat(sums)
+        short = x.numel() - self.parts[0].numel()
+        return torch.cat(
+            [torch.nn.functional.pad(p.reshape(1, -1), (0, short)) for p in self.parts]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_without_all_to_all_has_the_same_sums(dtype, monkeypatch):
+    torch.manual_seed(4)
+    parts = [torch.randn(6, 7).to(dtype) for _ in range(3)]
+    assert torch.equal(
+        InOrder(Older(parts)).reduce_scatter(parts[1]),
+        InOrder(Group(parts)).reduce_scatter(parts[1]),
+    )
+    for odd in (parts, [p[:5] for p in parts]):
+        few = InOrder(Older(odd)).all_reduce(odd[1])
+        with monkeypatch.context() as patch:
+            patch.setattr("ds_runtime.parallel.in_order.MANY", 1)
+            assert torch.equal(InOrder(Older(odd)).all_reduce(odd[1]), few)

@@ -157,7 +157,7 @@ def test_captured_and_overlapped_steps(tiny, alone, recorded, divided):
         pieces, rest = 2 * (llm._assembly.model.layers + 1), 4
         assert len(replays) == pieces + rest, "a step and a draw behind masks per size"
         assert not any(replays)
-        same(ask(llm), alone, 1e-4)  # other kernels than the ones alone, over four ranks
+        same(ask(llm), alone)
         # Where few rows are wanted, these are computed in place of the last piece: ask for all.
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
         for length in (8, 40):

@@ -265,6 +265,42 @@ def test_the_origin_of_an_engine_says_all_that_its_pages_depend_on(tiny, tmp_pat
     assert own.layouts == (("kv", "latent_pages.v1"),) and own.shard == (0, 1)
 
 
+def test_rows_with_bits_of_their_own_have_an_origin_of_their_own(tiny, monkeypatch):
+    """Whatever changes the bits that --batch-invariant promises of a page; without it a peer may
+    compute in another way."""
+
+    def assembled(**more):
+        settings = {**SETTINGS, "platform": "cpu", "dtype": "float32", **more}
+        return assemble(EngineConfig(model=str(tiny), **settings), settings)
+
+    made = assembled(batch_invariant=True)
+    own, (first, *rest) = Origin.of(made), made.binding.decisions
+    assert own == Origin.of(assembled(batch_invariant=True, max_running_requests=3))
+    decided = [
+        replace(made.binding, decisions=(replace(first, **changed), *rest))
+        for changed in ({"kernel": "another.one"}, {"converts": "fp8 → dense"})
+    ]
+    others = [
+        assembled(),
+        assembled(batch_invariant=True, tp=2),
+        assembled(batch_invariant=True, tp=2, dp=2, enable_dp_attention=True),
+        *(replace(made, binding=binding) for binding in decided),
+        *(
+            replace(made, device=replace(made.device, **changed))
+            for changed in ({"arch": "another"}, {"cores": 999}, {"name": "another"})
+        ),
+    ]
+    roots = {Origin.of(one).root() for one in (made, *others)}
+    assert len(roots) == len(others) + 1
+    with monkeypatch.context() as patch:
+        patch.setattr("ds_runtime.assembly.result.version", lambda name: "0.0.of-another")
+        roots.add(Origin.of(replace(made)).root())
+    assert len(roots) == len(others) + 2
+    plain = assembled()
+    assert Origin.of(plain) == Origin.of(replace(plain, device=others[5].device))
+    assert not Origin.of(plain).computed
+
+
 # ---- whole servers ----
 
 PLUGIN = '''

@@ -12,7 +12,9 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.cli import main
+from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
+from ds_runtime.parallel.in_order import InOrder
 
 CONFIG = Path(__file__).parent.parent / "launch_lines" / "configs" / "deepseek-v3-0324.json"
 HIDDEN, LAYERS, VOCAB = 7168, 61, 129280
@@ -54,6 +56,20 @@ def test_the_traffic_of_a_layout(v3, settings, collectives, row):
         False,
     )
     assert facts.ranks["attn_dp"] * facts.ranks["attn_tp"] == 8
+
+
+def test_sums_in_order_bring_more_of_few_rows(v3, capsys):
+    """All of each other rank's, in one exchange; of many rows shares, and then their sums."""
+    settings = {"tp": 8, "batch_invariant": True}
+    assembly = assemble(EngineConfig(model=v3, **settings), settings, device="h200")
+    crossing, layers = Crossing.of(assembly), assembly.model.layers
+    few, many = crossing.wire(layers, 36), crossing.wire(layers, 37)  # of 7,168 values
+    assert few.collectives == 124 and few.row == pytest.approx(123 * 7 * ROW + 7 / 8 * LOGITS)
+    assert many.collectives == 1 + 2 * 123
+    assert many.row == pytest.approx(123 * 2 * 7 / 8 * ROW + 7 / 8 * LOGITS)
+    assert main(["plan", "--model", v3, "--device", "h200", "--tp", "8", "--batch-invariant"]) == 0
+    out = capsys.readouterr().out
+    assert f"{amount(few.row)} for 1 requests" in out and f"{amount(64 * many.row)} for 64" in out
 
 
 def test_plan_names_groups_memory_and_bytes(v3, capsys):
@@ -110,6 +126,10 @@ class Counting:
             self.calls += 1  # ids are next to nothing
         return self.inner.gather_rows(x)
 
+    def all_to_all(self, x):
+        self._note(x.nbytes)
+        return self.inner.all_to_all(x)
+
     def reduce_scatter(self, x):
         self._note(x.nbytes)
         return self.inner.reduce_scatter(x)
@@ -119,6 +139,8 @@ class Counting:
     "divided",
     [
         {"tp": 2},
+        {"tp": 2, "batch_invariant": True},
+        {"tp": 2, "dp": 2, "enable_dp_attention": True, "batch_invariant": True},
         {"tp": 2, "dp": 2, "enable_dp_attention": True},
         pytest.param({"tp": 4, "dp": 2, "enable_dp_attention": True}, marks=pytest.mark.slow),
     ],
@@ -131,10 +153,11 @@ def test_a_step_sends_what_is_said(tiny, monkeypatch, divided):
             found = group(self, axis)
             if found.size == 1:
                 return found
-            mine = next((c for c in made if c.inner is found), None)
+            inner = found._group if isinstance(found, InOrder) else found
+            mine = next((c for c in made if c.inner is inner), None)
             if mine is None:
-                made.append(mine := Counting(found))
-            return mine
+                made.append(mine := Counting(inner))
+            return mine if inner is found else InOrder(mine)
 
         return call
 

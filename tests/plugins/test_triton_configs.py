@@ -65,7 +65,7 @@ def test_files_are_of_the_documented_form(path):
 
 
 def test_configurations_stay_within_the_workspace_that_is_declared():
-    for param in configs("sparse_mla"):
+    for param in (*configs("sparse_mla"), *configs("mla_decode")):
         config = param.values[1]
         assert config["WAVES"] <= workspace.WAVES and config["BLOCK_H"] <= workspace.BLOCK_H
     for param in configs("index_topk"):

@@ -15,6 +15,8 @@ from interpreter import DEVICE, faithful, needs_triton
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.reference.attention.dense import decode_batch
+from ds_runtime.ops.reference.attention.scaled import decoded, encoded
+from ds_runtime.ops.reference.attention.sparse import attend_slots
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks import rows
@@ -98,9 +100,46 @@ def test_attention_has_pieces_of_one_size_whatever_the_table_and_the_rows(monkey
         for row, length in enumerate(lens):
             for width in (length // 64 + 1, 20):
                 assert torch.equal(run([row], width)[0], whole[row]), (length, width)
-        monkeypatch.setattr(mla, "_HELD", 1)
+        monkeypatch.setattr(mla, "HELD", 1)
         assert torch.equal(run(range(len(lens)), 20), whole)
     assert not (whole.isnan().any() or torch.equal(whole[3], whole[4]))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 130])
+def test_chosen_tokens_are_attended_where_they_lie(fp8, count, monkeypatch):
+    """No row is made up and none is copied; each has the bits that it has alone."""
+    from ds_runtime_triton import sparse
+
+    make, launched = Maker(Facts(DEVICE, Dims({}), "bfloat16"), "chosen"), []
+    rows, q = make.normal(128, 144), make.normal(count, 4, 144)
+    slots = torch.stack([make.order(128)[:96].int() for _ in range(count)] or [torch.zeros(96)])
+    slots = slots[:count].int()
+    cache, run = rows.view(8, 16, 144), sparse.sparse_mla_ordered
+    if fp8:
+        cache = encoded(rows[:, :128], rows[:, 128:]).view(8, 16, -1)
+        run, rows = sparse.scaled_sparse_mla_ordered, decoded(cache.flatten(0, 1), 128)
+    kernel = sparse.sparse_mla_kernel
+
+    class Launches:
+        def __getitem__(self, grid):
+            def launch(q, *args, **config):
+                launched.append((grid, q.data_ptr()))
+                return kernel[grid](q, *args, **config)
+
+            return launch
+
+    with faithful():
+        monkeypatch.setattr(sparse, "sparse_mla_kernel", Launches())
+        whole, made = run(q, cache, slots, 128, 0.1), launched[:]
+        assert [grid[2] for grid, _ in made] == [len(part) for part in q.split(64) if count]
+        assert [at for _, at in made] == [q[n:].data_ptr() for n in range(0, count, 64)]
+        for row in {0, count // 2, count - 1} if count else ():
+            one = slice(row, row + 1)
+            assert torch.equal(run(q[one], cache, slots[one], 128, 0.1), whole[one]), row
+        assert {grid[:2] for grid, _ in launched} == {grid[:2] for grid, _ in made}
+    want = attend_slots(q.double(), slots, 128, 0.1, lambda chosen: rows.double()[chosen])
+    torch.testing.assert_close(whole.double(), want, atol=0.02, rtol=0.02)
 
 
 def test_every_op_of_a_model_has_such_a_kernel():

@@ -2,18 +2,20 @@
 
 Bytes that cross are those that one rank receives, in steps whose rows are even over all groups: a
 sum over n ranks brings 2 (n - 1) / n of what is summed, a gather or a scatter of the sum
-(n - 1) / n of the whole. Backends that send more for the sake of latency are not counted. Bytes
+(n - 1) / n of the whole. A sum of few values in the order of the ranks brings n - 1 of what is
+summed. Backends that send more for the sake of latency are not counted. Bytes
 held are those of the step in which one group has the most rows: every group is filled up to that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
-from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.mesh import MANY, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +31,36 @@ class Wire:
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
-    those that fill up the last rank's included.
+    those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
+    ranks in their order (`parallel/in_order.py`).
     """
 
     mesh: Mesh
     width: int
     logits: int
+    item: int = 4
+    in_order: bool = False
 
     @staticmethod
     def of(assembly: Assembly) -> Crossing:
         """That of a model's ranks."""
         mesh, item = assembly.mesh, ITEM_BYTES[assembly.config.dtype]
         vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
-        return Crossing(mesh, assembly.facts.dims["hidden"] * item, vocab * item)
+        width, in_order = assembly.facts.dims["hidden"] * item, assembly.config.batch_invariant
+        return Crossing(mesh, width, vocab * item, item, in_order)
 
-    def wire(self, layers: int) -> Wire:
-        """Traffic of a decode step without drafts."""
+    def wire(self, layers: int, rows: int = 1) -> Wire:
+        """Traffic of a decode step without drafts, of so many rows of every group."""
         groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
-        inside = 2 * (heads - 1) / heads / groups * self.width  # a sum, of a group's own rows
+        few = self.in_order and rows * self.width < MANY * self.item
+        share = heads - 1 if few else 2 * (heads - 1) / heads
+        inside = share / groups * self.width  # a sum, of a group's own rows
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
-        sums, moves = int(heads > 1), int(groups > 1)
+        each = 2 if self.in_order and not few else 1  # of shares, and of their sums
+        sums, moves = each * (heads > 1), int(groups > 1)
         count = layers * (sums + moves + (moves + sums))
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
@@ -63,7 +72,18 @@ class Crossing:
         if self.mesh.tp == 1:
             return 0
         every = self.mesh.attn_dp * rows if self.mesh.attn_dp > 1 else 0
-        return (every + 2 * rows) * self.width
+        plain = (every + 2 * rows) * self.width
+        return max(plain, *self._in_order(rows, every)) if self.in_order else plain
+
+    def _in_order(self, rows: int, every: int) -> Iterator[int]:
+        """The same where sums are in order: of a scatter of the sum, of many values, of few."""
+        heads, item, values = self.mesh.attn_tp, self.item, rows * self.width // self.item
+        summed = 4 if item == 4 else 8  # of a value: in float32, and what is being added so
+        yield 2 * every * self.width + values * summed * (every > 0)
+        if heads > 1:
+            filled = values % heads > 0
+            yield (2 + filled) * values * item + -(-values // heads) * summed
+            yield min(values, MANY) * ((heads + 1) * item + summed)
 
     def gathered(self, rows: int) -> int:
         """Bytes of the logits of so many rows while those of all ranks come together: each rank's,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import adaptable_modules
@@ -93,10 +94,31 @@ def rotation_bytes(config: ModelConfig, positions: int) -> int:
 
 
 def page_table_bytes(assembly: Assembly) -> int:
-    """What a decode kernel keeps for one step: an int32 per page of every running request."""
+    """What a decode kernel keeps for one step: an int32 per page of every running request, or of
+    every token where each is a sequence of its own."""
     config = assembly.config
     pages = -(-positions_of(assembly) // config.page_size)
-    return config.max_running_requests * pages * 4
+    return most_sequences(config) * pages * 4
+
+
+def most_sequences(config: EngineConfig) -> int:
+    """That decode kernels see in one step: with --batch-invariant a token of a prompt is one."""
+    return config.max_step_tokens if config.batch_invariant else config.max_running_requests
+
+
+def decode_bytes(assembly: Assembly) -> int:
+    """The most that a kernel of dense attention says it holds in a step beside what it returns."""
+    return _workspace(assembly, {"mla_decode": most_sequences(assembly.config)})
+
+
+def _workspace(assembly: Assembly, rows: Mapping[str, int]) -> int:
+    """The most that a kernel of these ops says it holds in a call of so many rows."""
+    held = [
+        kernel.footprint.workspace(site_facts(assembly.facts, site), rows[site.op])
+        for site, kernel in assembly.binding.choices
+        if site.op in rows and kernel is not None and kernel.footprint.workspace is not None
+    ]
+    return max(held, default=0)
 
 
 def sparse_bytes(assembly: Assembly) -> int:
@@ -110,12 +132,7 @@ def sparse_bytes(assembly: Assembly) -> int:
     chosen = 2 * config.max_step_tokens * indexing.top_k * 4  # of groups, and joined
     groups = {"index_scores": rows, "index_topk": rows, "index_select": config.max_step_tokens}
     groups |= dict.fromkeys(("sparse_prefill", "sparse_decode"), config.max_step_tokens)
-    held = [
-        kernel.footprint.workspace(site_facts(assembly.facts, site), groups[site.op])
-        for site, kernel in assembly.binding.choices
-        if site.op in groups and kernel is not None and kernel.footprint.workspace is not None
-    ]
-    return rows * width * 4 + chosen + max(held, default=0)
+    return rows * width * 4 + chosen + _workspace(assembly, groups)
 
 
 def activation_bytes(assembly: Assembly) -> int:
@@ -123,9 +140,12 @@ def activation_bytes(assembly: Assembly) -> int:
     four hidden states, and what one of attention, a dense layer or the experts has at once, in the
     compute dtype. Experts: of every pair of a token and an expert a row in, a row out, gate | up
     and their product. Attention: queries, keys and values of all heads, and those of a chunk of
-    cached tokens. What sparse attention holds is `sparse_bytes`.
+    cached tokens; with --batch-invariant queries as they come and absorbed, and attended latents.
+    What sparse attention holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
+    if config.batch_invariant:  # nothing is expanded
+        return step_bytes(assembly, config.max_step_tokens, config.max_step_tokens)
     expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
     cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
     return step_bytes(assembly, config.max_step_tokens, config.max_step_tokens) + cached
@@ -137,6 +157,8 @@ def step_bytes(assembly: Assembly, tokens: int, every: int) -> int:
     dims = assembly.facts.dims
     head, heads, hidden = dims["qk_nope"] + dims["qk_rope"], dims["heads"], dims["hidden"]
     attention = heads * (head + dims["v"]) + heads * (dims["qk_nope"] + dims["v"])
+    if assembly.config.batch_invariant:  # queries, the same absorbed, and latents
+        attention = heads * (head + 2 * dims["kv_lora"] + dims["qk_rope"])
     experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
     widest = max(tokens * attention, every * 3 * dims["intermediate"], every * experts)
     return (tokens * 4 * hidden + widest) * ITEM_BYTES[assembly.config.dtype]

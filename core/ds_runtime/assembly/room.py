@@ -16,6 +16,7 @@ from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
     beside_bytes,
+    decode_bytes,
     needed_bytes,
     page_table_bytes,
     positions_of,
@@ -97,6 +98,7 @@ def reserve(assembly: Assembly) -> Reserve:
     rows = config.max_running_requests * (1 if shape is None else shape.tokens)
     logits = _logit_bytes(assembly, min(rows, config.max_step_tokens))
     step = activation_bytes(assembly) + sparse_bytes(assembly) + page_table_bytes(assembly)
+    step += decode_bytes(assembly)
     captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
     communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
     return Reserve(step + logits, captured, communication)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
+from ds_runtime.assembly.estimate import activation_bytes, decode_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import CacheDivision, kv_room, reserve
 from ds_runtime.common.progress import amount
@@ -122,7 +122,7 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
     if assembly.platform.own_memory or any(share is not None for share in shares):
         return _of_device(assembly, room, made)
     share, remedy = assembly.platform.kv_share, ""
-    left = max(0, room.free - sparse_bytes(assembly))
+    left = max(0, room.free - sparse_bytes(assembly) - decode_bytes(assembly))
     beside = max(0, left - activation_bytes(assembly))
     most = int(left * share)
     if beside < most:

@@ -21,7 +21,8 @@ from ds_runtime.parallel.mesh import Mesh
 class Origin:
     """What the bytes of a page depend on beside its tokens. weights, adapter: digests of files;
     layouts: tags by the names of cache groups; dtypes: of the caches; salt: a client's own; shard:
-    which part of the heads, of how many, where an entry has keys and values of heads.
+    which part of the heads, of how many, where an entry has keys and values of heads; computed:
+    where rows have bits of their own, what these hang on: device, ranks, software and kernels.
     """
 
     weights: str
@@ -31,6 +32,7 @@ class Origin:
     adapter: str = ""
     salt: str = ""
     shard: tuple[int, int] = (0, 1)
+    computed: tuple[str, ...] = ()
 
     @staticmethod
     def of(assembly: Assembly, rank: int = 0) -> Origin:
@@ -39,7 +41,6 @@ class Origin:
         config, model = assembly.config, assembly.folder
         folders = [model, *([] if assembly.nextn is None else [assembly.nextn.folder])]
         made = [config.load_format, config.quantize, config.speculative_draft_quantize]
-        made += ["own bits"] * config.batch_invariant
         if config.load_format != "dummy":  # those follow from config.json
             made += [weights_digest(folder) for folder in dict.fromkeys(folders)]
         else:
@@ -55,6 +56,7 @@ class Origin:
             ),
             page_size=config.page_size,
             shard=(rank % heads, heads),
+            computed=tuple(_computed(assembly)) if config.batch_invariant else (),
         )
 
     def root(self) -> bytes:
@@ -67,6 +69,7 @@ class Origin:
             [str(self.page_size)],
             [self.adapter, self.salt],
             [str(number) for number in self.shard],
+            self.computed,
         )
         found = sha256()
         for words in fields:
@@ -75,6 +78,17 @@ class Origin:
                 held = word.encode()
                 found.update(pack("<I", len(held)) + held)
         return found.digest()
+
+
+def _computed(assembly: Assembly) -> Iterator[str]:
+    """What a row's bits hang on with --batch-invariant, beside tokens and weights: the layout that
+    docs/batch-invariant.md names."""
+    device, facts = assembly.device, assembly.facts
+    yield f"{device.name} {device.arch} {device.cores}"
+    yield from (f"{axis} {size}" for axis, size in sorted(facts.ranks.items()))
+    yield from (f"{name} {version}" for name, version in assembly.plan.versions)
+    for made in assembly.binding.decisions:
+        yield f"{made.op} {made.site.path} {made.kernel} {made.converts} {made.note}"
 
 
 def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[bytes]:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.parallel.mesh import MANY
 from ds_runtime.platform.contract import Communicator
-
-_MANY = 1 << 18  # values from which on each rank adds a share
 
 
 class InOrder:
@@ -29,15 +28,23 @@ class InOrder:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         flat, count = x.reshape(-1), x.numel()
-        if count < _MANY:
+        if count < MANY:
             return self._sum(self._group.gather_rows(flat.view(1, -1))).view(x.shape)
-        share = torch.nn.functional.pad(flat, (0, -count % self.size))
-        part = self._sum(self._group.all_to_all(share).view(self.size, -1))
+        if odd := -count % self.size:
+            flat = torch.nn.functional.pad(flat, (0, odd))
+        part = self._sum(self._shares(flat))
         return self._group.gather_rows(part)[:count].view(x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        parts = self._group.all_to_all(x.contiguous())
-        return self._sum(parts.view(self.size, -1)).view(-1, *x.shape[1:])
+        return self._sum(self._shares(x.contiguous())).view(-1, *x.shape[1:])
+
+    def _shares(self, x: Tensor) -> Tensor:
+        """[size * n, ...] per rank → [size, values]: what each has for this rank. A communicator
+        that was written before `all_to_all` was in the contract gathers everything."""
+        if hasattr(self._group, "all_to_all"):
+            return self._group.all_to_all(x).view(self.size, -1)
+        every = self._group.gather_rows(x.view(1, -1))
+        return every.view(self.size, self.size, -1)[:, self.rank]
 
     def _sum(self, parts: Tensor) -> Tensor:
         """[size, n] → [n]."""

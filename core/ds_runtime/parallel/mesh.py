@@ -20,6 +20,9 @@ AxisName: TypeAlias = Literal["pp", "tp", "ep", "attn_dp", "attn_tp", "cp", "dcp
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 """All axes, in the order in which every rank makes their groups."""
 
+MANY = 1 << 18
+"""Values of a sum in the order of the ranks from which on each rank adds a share."""
+
 Group: TypeAlias = tuple[int, ...]
 
 

@@ -19,6 +19,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import tensors_of
 from ds_runtime.common.progress import Progress, amount
+from ds_runtime.config import EngineConfig
 from ds_runtime.description.hybrid.structure import native_name
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.structure import draft_of, model_of
@@ -145,11 +146,18 @@ def check_memory(assembly: Assembly, comm: Communicator, device: Any, local_rank
             )
         if (needed + tables) * count > have:
             raise ConfigError(
-                f"--max-running-requests {assembly.config.max_running_requests}: page tables for "
-                f"so many requests of {positions_of(assembly)} tokens need "
+                f"{_sequences(assembly.config)} of {positions_of(assembly)} tokens need "
                 f"{amount(tables * count)}, and {amount(have - needed * count)} are free on "
                 f"{place} beside the weights: give less, or lower --context-length"
             )
+
+
+def _sequences(config: EngineConfig) -> str:
+    if config.batch_invariant:
+        tokens = f"--max-step-tokens {config.max_step_tokens} with --batch-invariant"
+        return f"{tokens}: page tables for so many tokens, each a sequence of its own,"
+    many = f"--max-running-requests {config.max_running_requests}"
+    return f"{many}: page tables for so many requests"
 
 
 def _remedy(assembly: Assembly, needed: int) -> str:

@@ -13,6 +13,7 @@ namespace ds {
 namespace {
 
 constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
+constexpr int64_t SLICE = 64;  // tokens whose partial results are kept at a time
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
 // How the keys of a sequence are divided: long ranges, enough to pay for merging their results and
@@ -47,6 +48,22 @@ struct Call {
   int64_t sequences, heads;
   const int64_t* tree;  // null: rows see what their place says
 };
+
+// each(slice) for every run of sequences that have up to SLICE rows together: what ranges leave
+// behind of a prompt whose every token is a sequence would else need many GiB.
+template <class Each>
+void slices_of(const Call& call, Each each) {
+  for (int64_t first = 0, last; first < call.sequences; first = last) {
+    for (last = first + 1; last < call.sequences; ++last)
+      if (call.starts[last + 1] - call.starts[first] > SLICE) break;
+    Call slice = call;
+    slice.pages += first * call.max_pages;
+    slice.lens += first;
+    slice.starts += first;
+    slice.sequences = last - first;
+    each(slice);
+  }
+}
 
 struct Unit {
   int64_t sequence, row, rows;  // rows of the sequence, its tokens by its heads
@@ -240,15 +257,8 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t st
 }
 
 template <class T, class K, class C>
-void mla_decode(const Call& call) {
-  for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
-    if (call.lens[i] <= 0) {
-      const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
-      T* out = (T*)call.out + first * call.heads * call.lora;
-      std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
-    }
-  const Scratch scratch(Memory<C>(nullptr, call).needed());
-  const Memory<C> memory(scratch.data(), call);
+void mla_decode_slice(const Call& call, void* buffer) {
+  const Memory<C> memory(buffer, call);
   int64_t at = 0, cost = 0;
   units_of(call, [&](const Unit& u) {
     memory.units[at++] = u;
@@ -267,6 +277,23 @@ void mla_decode(const Call& call) {
       const Unit& u = memory.units[i];
       if (u.partial >= 0) merge<T>(call, u, memory.partials, memory.columns);
     });
+}
+
+template <class T, class K, class C>
+void mla_decode(const Call& call) {
+  for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
+    if (call.lens[i] <= 0) {
+      const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
+      T* out = (T*)call.out + first * call.heads * call.lora;
+      std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
+    }
+  int64_t most = 0;
+  slices_of(call, [&](const Call& slice) {
+    const int64_t needed = Memory<C>(nullptr, slice).needed();
+    if (needed > most) most = needed;
+  });
+  const Scratch scratch(most);
+  slices_of(call, [&](const Call& slice) { mla_decode_slice<T, K, C>(slice, scratch.data()); });
 }
 
 }  // namespace

@@ -159,10 +159,20 @@ _own = partial(_offer, batch_invariant=True)  # no program sees two rows, or all
 _keeping = partial(_offer, rank=RANK_PORTABLE + 1)  # of weights that stay as they are
 
 
+_SPARSE = (
+    ("sparse_mla", _latent, {"latent_pages.v1"}),
+    ("scaled_sparse_mla", _scaled, _SCALED_PAGES),
+)
 ATTENTION: tuple[Kernel, ...] = (
     _offer("mha_prefill", "mha:mha_prefill", _heads_on_chip, variant="mha:variant"),
     _offer("merge_state", "small:merge_state"),
-    _own("mla_decode", "mla:mla_decode", _latent, variant="mla:variant"),
+    _own(
+        "mla_decode",
+        "mla:mla_decode",
+        _latent,
+        footprint=Footprint(workspace=held.mla_decode),
+        variant="mla:variant",
+    ),
     _offer(
         "mha_decode",
         "expanded:mha_decode",
@@ -207,10 +217,7 @@ ATTENTION: tuple[Kernel, ...] = (
             variant="sparse:variant",
         )
         for op in ("sparse_prefill", "sparse_decode")
-        for fn, fits, layouts in (
-            ("sparse_mla", _latent, {"latent_pages.v1"}),
-            ("scaled_sparse_mla", _scaled, _SCALED_PAGES),
-        )
+        for fn, fits, layouts in _SPARSE
     ),
 )
 MOE: tuple[Kernel, ...] = (
@@ -307,8 +314,16 @@ ALL = ATTENTION + MOE + LINEAR + TOPK + SMALL
 ORDERED: tuple[Kernel, ...] = (
     _own("router_logits", "router:router_logits_ordered"),
     _own("index_scores", "index:index_scores_ordered", _index_sums, _index),
-    _own("sparse_decode", "sparse:sparse_mla_ordered", _latent),
-    _own("sparse_decode", "sparse:scaled_sparse_mla_ordered", _scaled, layouts=_SCALED_PAGES),
+    *(
+        _own(
+            "sparse_decode",
+            f"sparse:{fn}_ordered",
+            fits,
+            layouts=layouts,
+            footprint=Footprint(workspace=held.sparse_mla_ordered),
+        )
+        for fn, fits, layouts in _SPARSE
+    ),
 )
 
 

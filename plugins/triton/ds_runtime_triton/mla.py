@@ -13,11 +13,9 @@ from ds_runtime.api import Batch, Facts, Limits, RowOwners
 from ds_runtime_triton.config import Sizes, chosen
 from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.workspace import FEW, HELD, MLA_SPLITS
 
-_MOST = 64  # splits of a row, a power of two
-# Where rows must have bits of their own: tokens of a split at least, splits, and bytes of partial
-# results at a time.
-_PIECE, _FEW, _HELD = 256, 16, 1 << 27
+_PIECE = 256  # tokens of a piece at least, where rows must have bits of their own
 _AT_ONCE = 8  # whose sums are read together
 
 
@@ -111,8 +109,8 @@ class MlaDecode:
         splits, each, least = self._splits(state, rows * blocks, waves, config), rows, 1
         if self.own_bits:
             least = _PIECE // config["BLOCK_N"]
-            splits = min(cdiv(state.table.shape[1] * state.page_size, _PIECE), _FEW)
-            each = max(1, _HELD // (heads * splits * self.latent * 4))
+            splits = min(cdiv(state.table.shape[1] * state.page_size, _PIECE), FEW)
+            each = max(1, HELD // (heads * splits * self.latent * 4))
         parted = splits > 1 or self.own_bits
         size = min(rows, each) * heads * splits if parted else 1
         partial = torch.empty(size, self.latent, dtype=torch.float32, device=q.device)
@@ -135,7 +133,7 @@ class MlaDecode:
     def _splits(self, state: DecodeState, programs: int, waves: int, config: dict[str, int]) -> int:
         """Pieces of a row. Lengths change under a captured step, so only bounds decide."""
         most = cdiv(state.tokens, 2 * config["BLOCK_N"])
-        return max(1, min(self.cores * waves // programs, most, _MOST))
+        return max(1, min(self.cores * waves // programs, most, MLA_SPLITS))
 
 
 def combine(
@@ -153,8 +151,8 @@ def combine(
     """
     rows, heads, latent = out.shape
     mla_combine_kernel[(rows, heads)](
-        partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), _MOST, _AT_ONCE,
-        least, num_warps=4,
+        partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), MLA_SPLITS,
+        _AT_ONCE, least, num_warps=4,
     )  # fmt: skip
 
 

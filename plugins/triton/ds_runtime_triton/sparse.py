@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from math import e, log2
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import Facts
@@ -16,9 +16,7 @@ from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture, cores
 from ds_runtime_triton.mla import combine
 from ds_runtime_triton.scaled import Scaled
-from ds_runtime_triton.workspace import SPLITS
-
-_TOGETHER = 64  # rows of a launch, where each must have bits of its own
+from ds_runtime_triton.workspace import SPLITS, TOGETHER
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
@@ -45,82 +43,85 @@ def _splits(rows: int, heads: int, count: int, config: Config) -> tuple[int, int
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
     """SparseMla over latent_pages."""
-    strides = cache.stride()[:2]
-    return _attend(q, (cache, cache, cache[..., kv_lora:]), strides * 3, cache, slots, kv_lora,
-                   scale, "plain")  # fmt: skip
+    return _whole(_plain(cache, kv_lora), q, slots, kv_lora, scale)
 
 
 def scaled_sparse_mla(
     q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
 ) -> Tensor:
     """SparseMla over latent_fp8_groups."""
-    held = Scaled.of(cache, kv_lora)
-    return _attend(q, held.parts, held.strides, cache, slots, kv_lora, scale, "grouped")
+    return _whole(_grouped(cache, kv_lora), q, slots, kv_lora, scale)
 
 
 def sparse_mla_ordered(
     q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
 ) -> Tensor:
     """As sparse_mla, each row in one order."""
-    return _in_order(sparse_mla, q, cache, slots, kv_lora, scale)
+    return _in_order(_plain(cache, kv_lora), q, slots, kv_lora, scale)
 
 
 def scaled_sparse_mla_ordered(
     q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
 ) -> Tensor:
     """As scaled_sparse_mla, each row in one order."""
-    return _in_order(scaled_sparse_mla, q, cache, slots, kv_lora, scale)
+    return _in_order(_grouped(cache, kv_lora), q, slots, kv_lora, scale)
 
 
-def _in_order(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    kv_lora: int,
-    scale: float,
-) -> Tensor:
-    """Rows in launches of _TOGETHER, the last one filled up: how slots are split, and by what
-    configuration, follows from rows and heads."""
-    rows = q.shape[0]
-    filled = cdiv(rows, _TOGETHER) * _TOGETHER - rows
-    if filled:
-        q, slots = F.pad(q, (0, 0, 0, 0, 0, filled)), F.pad(slots, (0, 0, 0, filled), value=-1)
-    starts = range(0, rows, _TOGETHER)
-    parts = [slice(first, first + _TOGETHER) for first in starts]
-    made = [attend(q[part], cache, slots[part], kv_lora, scale) for part in parts]
-    return torch.cat(made)[:rows] if made else q.new_empty(0, q.shape[1], kv_lora)
+class _Held(NamedTuple):
+    """A cache as the kernel reads it: where latents, scales and rotated keys of slot 0 begin, page
+    and row strides of each, and slots of a page."""
+
+    kind: str
+    parts: tuple[Tensor, Tensor, Tensor]
+    strides: tuple[int, ...]
+    page: int
 
 
-def _attend(
-    q: Tensor,
-    parts: tuple[Tensor, Tensor, Tensor],
-    strides: tuple[int, ...],
-    cache: Tensor,
-    slots: Tensor,
-    kv_lora: int,
-    scale: float,
-    kind: str,
-) -> Tensor:
-    """One launch where rows fill the device, else two: every row's slots are then split."""
-    (rows, heads, width), count = q.shape, slots.shape[1]
-    out = torch.empty(rows, heads, kv_lora, dtype=q.dtype, device=q.device)
-    if rows == 0:
-        return out
-    rope = width - kv_lora
-    config = dict(_sizes(str(q.dtype).removeprefix("torch."), kind).at(rows * heads))
-    blocks, (share, splits) = cdiv(heads, config["BLOCK_H"]), _splits(rows, heads, count, config)
+def _plain(cache: Tensor, kv_lora: int) -> _Held:
+    parts, strides = (cache, cache, cache[..., kv_lora:]), cache.stride()[:2] * 3
+    return _Held("plain", parts, strides, cache.shape[1])
+
+
+def _grouped(cache: Tensor, kv_lora: int) -> _Held:
+    held = Scaled.of(cache, kv_lora)
+    return _Held("grouped", held.parts, held.strides, cache.shape[1])
+
+
+def _whole(held: _Held, q: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    out = torch.empty(*q.shape[:2], kv_lora, dtype=q.dtype, device=q.device)
+    if len(q):
+        _attend(held, q, slots, out, scale, len(q))
+    return out
+
+
+def _in_order(held: _Held, q: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    """Up to TOGETHER rows at a time, so that what splits hand over has a bound. How slots are
+    split, and by what configuration, is that of so many rows, however few there are."""
+    out = torch.empty(*q.shape[:2], kv_lora, dtype=q.dtype, device=q.device)
+    for first in range(0, len(q), TOGETHER):
+        some = slice(first, first + TOGETHER)
+        _attend(held, q[some], slots[some], out[some], scale, TOGETHER)
+    return out
+
+
+def _attend(held: _Held, q: Tensor, slots: Tensor, out: Tensor, scale: float, as_many: int) -> None:
+    """Fills out [rows, heads, latent]. One launch where rows fill the device, else two: every row's
+    slots are then split. as_many: rows by which that and the configuration are chosen."""
+    (rows, heads, width), count, latent = q.shape, slots.shape[1], out.shape[2]
+    rope = width - latent
+    sizes = _sizes(str(q.dtype).removeprefix("torch."), held.kind)
+    config = dict(sizes.at(as_many * heads))
+    blocks, (share, splits) = cdiv(heads, config["BLOCK_H"]), _splits(as_many, heads, count, config)
     del config["WAVES"]
     size = rows * heads * splits if splits > 1 else 1
-    partial = torch.empty(size, kv_lora, dtype=torch.float32, device=q.device)
+    partial = torch.empty(size, latent, dtype=torch.float32, device=q.device)
     sums = torch.empty(size, dtype=torch.float32, device=q.device)
-    low, high = pow2(kv_lora, 16), pow2(rope, 16)
+    low, high = pow2(latent, 16), pow2(rope, 16)
     sparse_mla_kernel[(blocks, splits, rows)](
-        q, *parts, slots, out, partial, sums, heads, kv_lora, rope, count, share,
-        scale * log2(e), *q.stride(), slots.stride(0), *strides, splits, PAGE=cache.shape[1],
-        SPLIT=splits > 1, LATENT=low, ROPE=high, GROUPED=kind == "grouped",
-        EXACT=low == kv_lora and high == rope, **config,
+        q, *held.parts, slots, out, partial, sums, heads, latent, rope, count, share,
+        scale * log2(e), *q.stride(), slots.stride(0), *held.strides, splits, PAGE=held.page,
+        SPLIT=splits > 1, LATENT=low, ROPE=high, GROUPED=held.kind == "grouped",
+        EXACT=low == latent and high == rope, **config,
     )  # fmt: skip
     if splits > 1:
         combine(partial, sums, None, out, splits, config["BLOCK_N"])
-    return out

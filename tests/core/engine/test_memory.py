@@ -29,7 +29,7 @@ def assembly(max_positions=1000, dims=None, **settings):
         cached_layers=3,
         mesh=Mesh(),
         cache_sizes=CacheSizes(PAGE, 0),
-        binding=SimpleNamespace(base=None),
+        binding=SimpleNamespace(base=None, choices=()),
         platform=SimpleNamespace(own_memory=False, kv_share=0.25),
     )
 

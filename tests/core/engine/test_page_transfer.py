@@ -232,6 +232,8 @@ def test_a_root_depends_on_everything_that_bytes_depend_on():
         replace(ORIGIN, adapter="ab"),
         replace(ORIGIN, shard=(0, 2)),
         replace(ORIGIN, shard=(1, 2)),
+        replace(ORIGIN, computed=("cpu",)),
+        replace(ORIGIN, computed=("c", "pu")),
     ]
     roots = {one.root() for one in (ORIGIN, *others)}
     assert len(roots) == len(others) + 1 and replace(ORIGIN).root() == ORIGIN.root()

@@ -18,7 +18,8 @@ from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes, veri
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.parallel.exchange import GatherScatter, Sum
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.in_order import InOrder
+from ds_runtime.parallel.mesh import MANY, Mesh
 
 HIDDEN, VOCAB = 512, 4096
 
@@ -38,6 +39,9 @@ class Echo(SoloCommunicator):
             if x.dtype == torch.int64
             else 0
         )
+
+    def all_to_all(self, x):
+        return torch.empty_like(x).copy_(x)
 
     def reduce_scatter(self, x):
         return x.new_empty(x.shape[0] // self.size, *x.shape[1:]).copy_(x[: len(x) // self.size])
@@ -61,13 +65,19 @@ def works(*lengths):
     return [SimpleNamespace(group=g, length=n, logit_rows=1, adapter=-1) for g, n in made if n]
 
 
+def summing(size, in_order):
+    return InOrder(Echo(size)) if in_order and size > 1 else Echo(size)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("spread", ["one has all", "even"])
-def test_what_an_exchange_holds_is_what_is_reserved(groups, heads, spread):
+def test_what_an_exchange_holds_is_what_is_reserved(groups, heads, spread, in_order):
     mesh, rows = Mesh(groups * heads, groups), 512
     lengths = [rows, *[0] * (groups - 1)] if spread == "one has all" else [rows // groups] * groups
-    exchange, sent = GatherScatter(Echo(groups), Echo(heads)), Upload(torch.device("cpu"))
+    exchange = GatherScatter(summing(groups, in_order), summing(heads, in_order))
+    sent = Upload(torch.device("cpu"))
     exchange.group = 0
     order = exchange.order(works(*lengths), sent)
     sent.send()
@@ -79,17 +89,26 @@ def test_what_an_exchange_holds_is_what_is_reserved(groups, heads, spread):
         del every
         exchange.leave(y, order, len(x))
 
-    crossing, width = Crossing(mesh, HIDDEN * 4, VOCAB * 4), HIDDEN * 4
+    width = HIDDEN * 4
+    crossing = Crossing(mesh, width, VOCAB * 4, in_order=in_order)
     most = crossing.held(max(lengths)) + rows * width  # and what the layer makes
     assert peak(run) <= most * 1.01 + (1 << 16)
     if spread == "one has all":
         assert peak(run) >= 0.7 * most
 
 
-def test_one_group_holds_what_comes_out():
-    x = torch.zeros(512, HIDDEN)
-    held = Crossing(Mesh(4), HIDDEN * 4, 0).held(512)
-    assert peak(lambda: Sum(Echo(4)).leave(x.clone(), None, 512)) <= held
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 300, 512, 2000, 2001])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_one_group_holds_what_comes_out(in_order, dtype, rows, ranks):
+    item, sums = dtype.itemsize, Sum(summing(ranks, in_order))
+    held = Crossing(Mesh(ranks), HIDDEN * item, 0, item, in_order).held(rows)
+    few = min(rows, MANY // HIDDEN - 1)  # may take more, in order, than a larger step
+    every = [torch.zeros(n, HIDDEN, dtype=dtype) for n in (rows, few)]
+    took = max(peak(lambda x=x: sums.leave(x.clone(), None, len(x))) for x in every)
+    assert took <= held + (1 << 13)
+    assert not in_order or took >= 0.9 * held
     assert Crossing(Mesh(), HIDDEN * 4, 0).held(512) == 0
 
 

@@ -12,12 +12,15 @@ import torch
 from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import page_table_bytes
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import SINGLE
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import MemoryInfo
 from ds_runtime.weights.load import check_memory, load_model, needed_bytes, quant_of
@@ -183,6 +186,24 @@ def test_not_enough_memory(original, monkeypatch):
     free = MemoryInfo(9, needed - 1)
     with pytest.raises(ConfigError, match=r"weights need .* are free on cpu: --dtype bfloat16"):
         Harness(assembly)
+
+
+def test_tables_of_every_token_of_a_step(original, monkeypatch):
+    """With --batch-invariant each token of a prompt is a sequence of its own."""
+    given = {"model": str(original), "platform": "cpu"}
+    plain, assembly = (
+        assemble(EngineConfig(**given, batch_invariant=asked)) for asked in (False, True)
+    )
+    config = assembly.config
+    tables, needed = page_table_bytes(assembly), needed_bytes(assembly)
+    rows = config.max_step_tokens / config.max_running_requests
+    assert tables == page_table_bytes(plain) * rows > page_table_bytes(plain)
+    monkeypatch.setattr(
+        type(assembly.platform), "memory", lambda self, rank: MemoryInfo(9, needed + tables - 1)
+    )
+    said = rf"--max-step-tokens {config.max_step_tokens} with --batch-invariant: page tables for "
+    with pytest.raises(ConfigError, match=rf"{said}.*give less, or lower --context-length"):
+        check_memory(assembly, SoloCommunicator(), "cpu", 0)
 
 
 def test_an_enormous_context_is_blamed_on_the_rotation_table(tmp_path, monkeypatch):

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.assembly.assemble import assemble
-from ds_runtime.assembly.estimate import beside_bytes, needed_bytes, positions_of
+from ds_runtime.assembly.estimate import (
+    beside_bytes,
+    decode_bytes,
+    needed_bytes,
+    page_table_bytes,
+    positions_of,
+    step_bytes,
+)
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import (
     REQUEST_TOKENS,
@@ -225,3 +232,23 @@ def test_who_pins_a_kernel_keeps_its_form(folder, pin, memory_for_speed):
     found = settled(folder("v2-lite"), "h100", **flags)
     op = pin.partition("=")[0].partition("@")[0]
     assert op in forms(found) and {f.op: f.kept for f in found.forms}[op]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_rows_with_bits_of_their_own_take_more(folder, tp):
+    """Every token of a prompt is absorbed, as a row of its own, and sums hold what they add."""
+    flags = {"tp": tp, "page_size": 64}
+    plain, own = (
+        settled(folder("v3"), "h200", **flags, batch_invariant=asked) for asked in (False, True)
+    )
+    tokens, heads = own.config.max_step_tokens, 128 // tp
+    taken = reserve(own)
+    absorbed = tokens * heads * (128 + 64 + 512 + 64 + 512) * 2
+    tables = tokens * -(-positions_of(own) // 64) * 4
+    hidden = 4 * tokens * 7168 * 2
+    assert page_table_bytes(own) == tables > 10 * page_table_bytes(plain)
+    assert step_bytes(own, tokens, 0) == hidden + absorbed > step_bytes(plain, tokens, 0)
+    held = step_bytes(own, tokens, tokens) + tables + decode_bytes(own)
+    assert taken.activations >= held > tables + absorbed
+    assert (taken.communication > reserve(plain).communication) == (tp > 1)
+    assert 100_000_000 < decode_bytes(own) < 200_000_000  # of pieces, at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference.compiling import check_compiler
 from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
@@ -217,10 +219,22 @@ def test_without_a_compiler_the_start_says_so(tmp_path):
     )
 
 
-def test_a_compiler_that_is_not_there_is_named(tmp_path):
-    code, said = run(tmp_path, CXX="/nowhere/g++")
-    assert code == 1
-    assert "a C++ compiler, and CXX names /nowhere/g++, which is not there: install" in said
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"CXX": "/nowhere/g++"}, "CXX names /nowhere/g++"),
+        ({"CC": "/nowhere/gcc"}, "CC names /nowhere/gcc"),
+        ({"CXX": "", "CC": "/nowhere/gcc"}, "CC names /nowhere/gcc"),
+        ({"CXX": "/nowhere/g++", "CC": sys.executable}, "CXX names /nowhere/g++"),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_named(monkeypatch, environ, named):
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"and {re.escape(named)}, which is not there: install"):
+        check_compiler()
 
 
 @pytest.mark.slow

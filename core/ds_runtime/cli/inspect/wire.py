@@ -15,7 +15,8 @@ def said(assembly: Assembly) -> list[str]:
     mesh, facts = assembly.mesh, assembly.facts
     if mesh.size == 1:
         return []
-    found, rate = Crossing.of(assembly).wire(assembly.model.layers), assembly.device.link_bandwidth
+    crossing, layers = Crossing.of(assembly), assembly.model.layers
+    found, rate = crossing.wire(layers), assembly.device.link_bandwidth
     where = "one machine" if mesh.hosts == 1 else f"{mesh.hosts} machines of {mesh.per_host}"
     link = f", linked by {facts.interconnect}" if facts.interconnect else ""
     speed = f" at {rate / 1e9:g} GB/s" if rate and link else ""
@@ -23,7 +24,7 @@ def said(assembly: Assembly) -> list[str]:
     lines += [f"group {axis}: {_groups(mesh, axis)}" for axis in AXES if mesh.extent(axis) > 1]
     steps = []
     for rows in _ROWS:
-        total = found.row * rows * mesh.attn_dp
+        total = crossing.wire(layers, rows).row * rows * mesh.attn_dp
         time = f", {total / rate * 1e6:.1f} µs of the link" if rate and mesh.hosts == 1 else ""
         steps.append(f"{amount(total)} for {rows * mesh.attn_dp} requests{time}")
     lines.append(

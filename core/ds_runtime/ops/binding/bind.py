@@ -73,9 +73,14 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
 
 
 def _instead(kernels: Iterable[Kernel], facts: Facts, tag: str) -> tuple[str, ...]:
-    """Those better than the reference that nothing but --batch-invariant keeps out."""
-    better = (k for k in kernels if facts.own_bits and k.rank > RANK_REFERENCE)
-    return tuple(k.name for k in better if invariant.alone(refusals(k, facts, tag)))
+    """Better ones that --batch-invariant alone keeps out."""
+    said = ((k, refusals(k, facts, tag)) for k in kernels if facts.own_bits)
+    return invariant.instead(said)
+
+
+def _verdicts(kernels: Iterable[Kernel], facts: Facts, tag: str) -> list[invariant.Verdict]:
+    made = [(kernel, refusal(kernel, facts, tag)) for kernel in kernels]
+    return invariant.judged(made) if facts.own_bits else made
 
 
 def _asked(check: Gate, facts: Facts) -> str | None:
@@ -247,25 +252,15 @@ class Binder:
         """The kernel for a site; None means: its parts."""
         op, facts = OPS[site.op], self.facts(site)
         kernels, pin = self._candidates(site)
-        verdicts = [(kernel, refusal(kernel, facts, tag)) for kernel in kernels]
+        verdicts = _verdicts(kernels, facts, tag)
         accepted = [kernel for kernel, sentence in verdicts if sentence is None]
         refused = tuple((k.name, str(said)) for k, said in verdicts if said is not None)
         if op.uses and not pin and (why := self._why_parts(site, accepted, tag)) is not None:
             note = f"{'left to' if op.optional else 'composed of'} {', '.join(op.uses)}"
             note += f" ({why})" if why else ""
-            lost = tuple((k.name, k.rank) for k in accepted)
-            instead = _instead(kernels, facts, tag)
-            return None, Decision(
-                op.name,
-                site,
-                "composed",
-                "core",
-                RANK_REFERENCE,
-                refused,
-                lost,
-                note,
-                instead=instead,
-            )
+            lost, better = tuple((k.name, k.rank) for k in accepted), _instead(kernels, facts, tag)
+            made = (op.name, site, "composed", "core", RANK_REFERENCE, refused, lost, note)
+            return None, Decision(*made, instead=better)
         converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
         poor = not accepted or (accepted[0].rank <= RANK_REFERENCE and not pin)
         if poor and (held := self._converted(site, kernels, tag)) is not None:
@@ -313,8 +308,8 @@ class Binder:
             for conversion in tried:
                 there = replace(site, weight_format=conversion.target, stored=site.weight_format)
                 facts = self.facts(there)
-                able = [k for k in kernels if k.rank >= least and not refusal(k, facts, tag)]
-                if able:
+                could = [k for k in kernels if k.rank >= least]
+                if able := [k for k, why in _verdicts(could, facts, tag) if why is None]:
                     return conversion, there, able
         return None
 

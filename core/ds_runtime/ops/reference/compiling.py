@@ -28,9 +28,10 @@ _now = ContextVar("compiling", default=False)
 
 def check_compiler() -> None:
     """ConfigError if there is none: torch.compile writes C or C++ for every device."""
-    named_one = os.environ.get("CXX") or os.environ.get("CC")
-    if not any(shutil.which(name) for name in ((named_one,) if named_one else _COMPILERS)):
-        looked = f"CXX names {named_one}, which is not there" if named_one else "there is none"
+    by = next((name for name in ("CXX", "CC") if os.environ.get(name)), "")
+    tried = (os.environ[by],) if by else _COMPILERS
+    if not any(map(shutil.which, tried)):
+        looked = f"{by} names {tried[0]}, which is not there" if by else "there is none"
         raise ConfigError(
             f"--enable-torch-compile: it needs a C++ compiler, and {looked}: install g++ or "
             "clang++, or leave the flag out"
