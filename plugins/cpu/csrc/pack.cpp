@@ -206,6 +206,58 @@ void pack_int4(const Source& s, void* panels, bool zeros) {
   });
 }
 
+// Two codes to a byte, of columns 16 apart.
+void pack_fp4(const Source& s, void* panels) {
+  const int64_t size = Fp4<bf16>::bytes(s.k, s.group), padded = padded_k(s.k);
+  each_panel(s, s.rows * s.k, [&](int64_t p, int64_t c0, int64_t c1, int64_t c2, int64_t row0) {
+    const Fp4<bf16>::Panel panel{(const uint8_t*)panels + p * size, s.group};
+    auto row = [&](int64_t c) { return row0 + c - c0; };
+    auto codes = [&](int64_t c, int64_t k) {
+      return (const uint8_t*)s.data + row(c) * s.sn + k * s.sk;
+    };
+    for (int64_t k0 = 0, g = 0; k0 < padded; k0 += s.group, ++g) {
+      uint8_t* head = (uint8_t*)Fp4<bf16>::at(panel, k0);
+      uint8_t* lines = head + Fp4Codes::HEAD;
+      const int64_t end = padded - k0 < s.group ? padded - k0 : s.group;
+      const int64_t n = s.k - k0 < s.group ? s.k - k0 : s.group;
+      for (int64_t c = c0; c < c2; ++c)
+        head[c] = c < c1 ? fp4_scale_byte(s.scales[row(c) * s.ld_scales + g]) : 0;
+      for (int64_t c = c0; c < c2; ++c) {
+        const int64_t left = c - 16;
+        if (c / 16 % 2 && left >= c0 && c < c1) continue;  // done with the column before it
+        const bool both = c / 16 % 2 == 0 && c + 16 < c1;
+        const uint8_t *a = codes(c, k0), *b = codes(both ? c + 16 : c, k0);
+        for (int64_t i = 0; i < end; ++i) {
+          const Fp4Place at = fp4_place(int(c), int(i % 2));
+          uint8_t& to = lines[i / 2 * Fp4Codes::PAIR + at.byte];
+          const unsigned code = i < n && c < c1 ? a[i * s.sk] & 15u : 0;
+          if (both)
+            to = uint8_t(code | (i < n ? b[i * s.sk] & 15u : 0) << 4);
+          else  // the other half is another call's, or another turn's
+            to = uint8_t((to & ~(15u << at.shift)) | code << at.shift);
+        }
+      }
+    }
+  });
+}
+
+void unpack_fp4(const void* panels, float* out, int64_t n, int64_t k, int64_t group) {
+  const int64_t size = Fp4<bf16>::bytes(k, group);
+  const Source all{nullptr, 0, 0, nullptr, nullptr, 0, 0, n, n, k, group, -1};
+  each_panel(all, n * k * 4, [&](int64_t p, int64_t, int64_t count, int64_t, int64_t row) {
+    const Fp4<bf16>::Panel panel{(const uint8_t*)panels + p * size, group};
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t k0 = i / group * group;
+        const uint8_t* head = (const uint8_t*)Fp4<bf16>::at(panel, k0);
+        const Fp4Place at = fp4_place(int(c), int((i - k0) % 2));
+        const uint8_t two = head[Fp4Codes::HEAD + (i - k0) / 2 * Fp4Codes::PAIR + at.byte];
+        out[(row + c) * k + i] =
+            to_float(bf16{fp4_bits(unsigned(two) >> at.shift & 15)}) * fp4_scale(head[c]);
+      }
+  });
+}
+
 template <class P>
 void unpack(const void* panels, float* out, int64_t n, int64_t k, int64_t own_group) {
   const int64_t size = P::bytes(k, own_group), group = P::group(k, own_group);
@@ -253,6 +305,8 @@ void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, int64_t sn, 
     pack<PackInt8>(s, panels);
   else if (format == DS_FP8)
     pack<PackFp8>(s, panels);
+  else if (format == DS_FP4)
+    pack_fp4(s, panels);
   else if (dtype == DS_F32)
     pack<PackF32>(s, panels);
   else
@@ -277,6 +331,8 @@ void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out
     unpack<PackInt8>(panels, out, n, k, group);
   else if (format == DS_FP8)
     unpack<PackFp8>(panels, out, n, k, group);
+  else if (format == DS_FP4)
+    unpack_fp4(panels, out, n, k, group);
   else if (dtype == DS_F32)
     unpack<PackF32>(panels, out, n, k, group);
   else
