@@ -30,8 +30,8 @@ from ds_runtime_cpu.ceilings import STREAMS
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.platform import CpuPlatform
 
-SHAPES = {"v3": (8, 7168, 2048, 8), "lite": (64, 2048, 1408, 6)}  # experts, hidden, inter, top-k
-FORMATS = ("bf16", "fp8", "int8", "int4")
+SHAPES = {"v3": (8, 7168, 2048, 8), "lite": (64, 2048, 1408, 6), "v4-flash": (16, 4096, 2048, 6)}  # experts, hidden, inter, top-k
+FORMATS = ("bf16", "fp8", "fp4", "int8", "int4")
 APART = 1 << 30  # bytes between two uses of the same weights
 
 
@@ -85,9 +85,8 @@ class Source:
 
     def __init__(self, shape: tuple[int, int, int, int], fmt: str) -> None:
         self.num_experts, self.hidden, self.intermediate, _ = shape
-        self.format = {"bf16": "dense", "fp8": "fp8_block", "int8": "int8_channel"}.get(
-            fmt, "int4_group"
-        )
+        named = {"bf16": "dense", "fp8": "fp8_block", "fp4": "mxfp4", "int8": "int8_channel"}
+        self.format = named.get(fmt, "int4_group")
         inter, hidden = self.intermediate, self.hidden
         self.weights = tuple(
             self._weight(torch.randn(s) * 0.02)
@@ -102,6 +101,8 @@ class Source:
             codes = (values * 2.0**12).to(torch.float8_e4m3fn)
             tensors = {"weight": codes, "scale": scale}
             part = WeightPart("w", self.format, shape, tensors, (128, 128))
+        elif self.format == "mxfp4":
+            part = quantise_part(part, self.format, 32)
         elif self.format != "dense":
             part = quantise_part(part, self.format, 128)
         return Weight((part,))

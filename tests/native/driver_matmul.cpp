@@ -140,8 +140,9 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
                   const int64_t ends[] = {3, 6, 9};
                   if (e.nodes) library.bind_threads(cpus, ends, 3);
                   library.experts(form.code, code<T>(), x.data, x.ld, weights.data, ids.data,
-                                  w13.data, form.group, w2.data, form.group, out.data, e.tokens,
-                                  e.top_k, e.experts, e.hidden, e.inter);
+                                  w13.data, form.group, w2.data, form.group,
+                                  e.same ? 0.5 : INFINITY, out.data, e.tokens, e.top_k, e.experts,
+                                  e.hidden, e.inter);
                   if (e.nodes) library.bind_threads(cpus, ends, 0);
                   results.take(out, "experts");
                 }});
@@ -151,7 +152,7 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
 
 void matmul_cases(std::vector<Case>& to, bool large) {
   const Form forms[] = {{DS_DENSE, 0}, {DS_FP8, 32},  {DS_FP8, 128},       {DS_INT8, 0},
-                        {DS_INT4, 32}, {DS_INT4, 96}, {DS_INT4_ZEROS, 128}, {DS_BF12, 0}};
+                        {DS_INT4, 32}, {DS_INT4, 96}, {DS_INT4_ZEROS, 128}, {DS_BF12, 0}, {DS_FP4, 32}};
   std::vector<Weights> weights = {{1, 1, 1},   {1, 9, 31},   {2, 70, 129},
                                   {1, 64, 64}, {3, 130, 33}, {1, 70, 0}};
   std::vector<int64_t> tokens = {0, 1, 2, 7, 37};

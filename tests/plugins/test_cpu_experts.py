@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,10 @@ from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
-FORMATS = ("dense", "dense 12", "fp8_block", "int8_channel", "int4_group", "int4_group zeros")
+FORMATS = (
+    *("dense", "dense 12", "fp8_block", "mxfp4"),
+    *("int8_channel", "int4_group", "int4_group zeros"),
+)
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of what is stored
 SUMMING = 3e-6  # relative to the sum of magnitudes: float32 in any order
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}  # of a norm, as in conformance
@@ -40,6 +45,11 @@ def make(rows: int, cols: int, fmt: str, group: int, dtype: torch.dtype) -> Weig
         codes = (torch.randn(rows, cols) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors = {"weight": codes, "scale": scale}
         return Weight((WeightPart("w", fmt, (rows, cols), tensors, (128, 128)),))
+    if fmt == "mxfp4":
+        scale = torch.randint(119, 127, (rows, -(-cols // 32)), dtype=torch.uint8)
+        scale -= cols.bit_length() // 2
+        tensors = {"weight": torch.randint(0, 16, (rows, cols), dtype=torch.uint8), "scale": scale}
+        return Weight((WeightPart("w", fmt, (rows, cols), tensors, (1, 32)),))
     name, _, zeros = fmt.partition(" ")
     part = quantise_part(dense, name, group)
     if zeros:
@@ -97,7 +107,7 @@ def sums_off(w: torch.Tensor, seen: torch.Tensor, wrong: torch.Tensor) -> torch.
     return w.abs() @ (SUMMING * seen.abs() + wrong)
 
 
-def reference(x, weights, ids, source) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x, weights, ids, source, limit=inf) -> tuple[torch.Tensor, torch.Tensor]:
     """Results [tokens, hidden], and how far off each may be."""
     out, off = torch.zeros(2, *x.shape, dtype=torch.float64)
     stored = ROUNDING[x.dtype] if not source.format.startswith("int") else ROUNDING[torch.float32]
@@ -111,6 +121,7 @@ def reference(x, weights, ids, source) -> tuple[torch.Tensor, torch.Tensor]:
             seen, wrong = rounded(x[t].double(), torch.zeros(x.shape[1]).double(), gate)
             g, u = g_w @ seen, u_w @ seen
             g_off, u_off = (sums_off(w, seen, wrong) for w in (g_w, u_w))
+            g, u = g.clamp(max=limit), u.clamp(-limit, limit)
             act = F.silu(g) * u
             error = 1.1 * (g_off * u.abs() + g_off * u_off) + F.silu(g).abs() * u_off
             error += (stored + 1e-6) * act.abs()
@@ -151,6 +162,9 @@ def test_shapes(isa, data):
         kernel = ExpertsNative(facts(dtype))
         packed = kernel.pack(source, facts(dtype))
         close(kernel.apply(x, weights, ids, packed), reference(x, weights, ids, source))
+        limit = draw(st.sampled_from((0.0, 0.25, 2.0)))
+        limited = kernel.limited(x, weights, ids, limit, packed)
+        close(limited, reference(x, weights, ids, source, limit))
         gate_up = [torch.cat([w.dequantise() for w in source.expert(e)[:2]]) for e in range(count)]
         torch.testing.assert_close(packed.dequantise(), torch.stack(gate_up), rtol=1e-6, atol=1e-6)
 
@@ -257,6 +271,7 @@ def test_extremes(isa, fmt):
         "dense": (-1 / 64, 1 / 64),
         "dense 12": (-1 / 64, 1 / 64),
         "fp8_block": (-448, 448),
+        "mxfp4": (15, 7),
         "int8_channel": (-128, 127),
         "int4_group": (-8, 7),
         "int4_group zeros": (0, 15),

@@ -24,7 +24,7 @@ BLOCK = 128
 ISAS = native.runnable()
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_form = pytest.mark.parametrize("form", ["dense", "dense12", "fp8"])
+every_form = pytest.mark.parametrize("form", ["dense", "dense12", "fp8", "fp4"])
 fuzz = settings(
     max_examples=examples(60),
     deadline=None,
@@ -152,6 +152,62 @@ def test_fp8(isa, dtype, data):
         assert torch.equal(packed.dequantise(), want)
 
 
+def fp4_part(rows: int, cols: int, col0=0, scale_dtype=torch.uint8) -> WeightPart:
+    """All codes under powers of two."""
+    scale = torch.randint(110, 130, (rows, -(-(cols + col0) // 32)), dtype=torch.uint8)
+    if scale_dtype.itemsize > 1:
+        scale = torch.exp2(scale.double() - 127).to(scale_dtype)
+    tensors = {"weight": torch.randint(0, 16, (rows, cols), dtype=torch.uint8)}
+    tensors["scale"] = scale.view(scale_dtype) if scale_dtype.itemsize == 1 else scale
+    return WeightPart("w", "mxfp4", (rows, cols), tensors, (1, 32), (0, col0))
+
+
+@every_isa
+@every_dtype
+@fuzz
+@given(st.data())
+def test_fp4(isa, dtype, data):
+    """Parts that end within a panel, partial groups, shards that cut groups, kinds of scales."""
+    col0, k = data.draw(st.sampled_from([0, 32, 5])), data.draw(st.integers(1, 600))
+    kinds = [torch.uint8, torch.float8_e8m0fnu, torch.float32, torch.bfloat16]
+    rows = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))
+    kind = data.draw(st.sampled_from(kinds))
+    weight = Weight(tuple(fp4_part(n, k, col0, kind) for n in rows))
+    x = between_nans(data.draw(st.integers(0, 20)), k, dtype, 1, data.draw(st.integers(0, 3)))
+    with native.using(isa):
+        packed = check_linear(weight, x, col0 % 32 == 0)
+        if col0 % 32 == 0:
+            assert torch.equal(packed.dequantise(), weight.dequantise(torch.float32))
+            panels = -(-sum(rows) // 64) * -(-k // 32)
+            assert packed.nbytes == panels * (64 + 64 * 16)
+
+
+@every_isa
+def test_every_fp4_scale(isa):
+    """The byte 255 means NaN, which no part has."""
+    tensors = {
+        "weight": torch.arange(16, dtype=torch.uint8).repeat(255, 1),
+        "scale": torch.arange(255, dtype=torch.uint8).view(255, 1),
+    }
+    weight = Weight((WeightPart("w", "mxfp4", (255, 16), tensors, (1, 32)),))
+    with native.using(isa):
+        kernel = linear.LinearNative(facts(torch.float32))
+        packed = kernel.pack(weight, facts(torch.float32))
+        assert torch.equal(packed.dequantise(), weight.dequantise(torch.float32))
+
+
+@every_isa
+def test_fp4_with_scales_that_are_no_powers_is_converted(isa):
+    part = fp4_part(70, 64, scale_dtype=torch.float32)
+    for wrong in (1.5, -2.0, 0.0):
+        scale = part.tensors["scale"].clone()
+        scale[69, 1] = wrong
+        weight = Weight((replace(part, tensors=part.tensors | {"scale": scale}),))
+        with native.using(isa):
+            packed = check_linear(weight, torch.randn(3, 64))
+        assert packed.nbytes >= 4 * 70 * 64
+
+
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -192,7 +248,8 @@ def test_nan_comes_through(isa, dtype, tokens, narrow):
 @pytest.mark.parametrize(("n", "k"), [(515, 2048), (36, 8192), (1100, 30)])
 def test_a_row_depends_on_nothing_but_itself(isa, dtype, form, n, k):
     """Neither on the number of threads nor on the other tokens of the batch, to the bit."""
-    weight = Weight((fp8_part(n, k),)) if form == "fp8" else dense(torch.randn(n, k).to(dtype))
+    coded = {"fp8": fp8_part, "fp4": fp4_part}.get(form)
+    weight = Weight((coded(n, k),)) if coded else dense(torch.randn(n, k).to(dtype))
     x = torch.randn(130, k).to(dtype)
     x[0] *= 1e-39  # subnormal, which some units take for zeros: then all must
     before = torch.get_num_threads()

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 12
+#define DS_CPU_ABI 13
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -28,6 +28,7 @@ enum DsFormat : int32_t {  // of packed weights
   DS_INT4 = 3,
   DS_INT4_ZEROS = 4,
   DS_BF12 = 5,  // bfloat16 in 12 bits, by ds_cpu_narrow
+  DS_FP4 = 6,   // e2m1, a power of two per 32 elements of k
 };
 
 DS_EXPORT int32_t ds_cpu_abi_version();
@@ -55,9 +56,10 @@ DS_EXPORT void ds_cpu_add_rms_norm(int32_t dtype, int32_t weight_dtype, const vo
                                    int64_t ldx, const void* residual, int64_t ldr,
                                    const void* weight, double eps, void* out, void* summed,
                                    int64_t rows, int64_t n);
-// out [rows, n] = silu(x[:, :n]) * x[:, n:2n].
-DS_EXPORT void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, void* out, int64_t rows,
-                               int64_t n);
+// out [rows, n] = silu(x[:, :n]) * x[:, n:2n]; of at most `limit`, and the second also at least -limit.
+// Infinity: they are as they are.
+DS_EXPORT void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, double limit, void* out,
+                               int64_t rows, int64_t n);
 // Rotates interleaved pairs. x [rows, heads, d] with strides in elements; out contiguous.
 DS_EXPORT void ds_cpu_rope(int32_t dtype, const void* x, int64_t stride_row, int64_t stride_head,
                            const int64_t* positions, const float* cos_sin, void* out, int64_t rows,
@@ -141,12 +143,12 @@ DS_EXPORT void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64
                              int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k);
 // Routed SwiGLU experts. Per expert, w13 is gate and up [inter, hidden], packed in halves, and w2
 // [hidden, inter], in one format, with groups of their own. ids and weights [tokens, top_k]; ids
-// outside [0, experts) are left out. out [tokens, hidden].
+// outside [0, experts) are left out. limit as in silu_mul. out [tokens, hidden].
 DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx,
                               const float* weights, const int32_t* ids, const void* w13,
-                              int64_t group13, const void* w2, int64_t group2, void* out,
-                              int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
-                              int64_t inter);
+                              int64_t group13, const void* w2, int64_t group2, double limit,
+                              void* out, int64_t tokens, int64_t top_k, int64_t experts,
+                              int64_t hidden, int64_t inter);
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
 // the cache [pages, page_size, width] (in dtype, DS_E4M3 or DS_GROUPED) through pages + i * max_pages. out

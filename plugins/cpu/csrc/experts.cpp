@@ -69,8 +69,9 @@ class Layer {
   using Act = typename std::conditional<QUANTISES<Fmt>, float, X>::type;  // between the matmuls
 
  public:
-  Layer(Panels<Fmt> w13, Panels<Fmt> w2, int64_t experts, int64_t tokens, int64_t top_k)
-      : w13_(w13), w2_(w2), experts_(experts), hidden_(w13.k), inter_(w2.k) {
+  Layer(Panels<Fmt> w13, Panels<Fmt> w2, float limit, int64_t experts, int64_t tokens,
+        int64_t top_k)
+      : w13_(w13), w2_(w2), limit_(limit), experts_(experts), hidden_(w13.k), inter_(w2.k) {
     r_.tokens = tokens, r_.top_k = top_k;
     by_pair_ = tokens * top_k * hidden_ <= BY_PAIR;
   }
@@ -201,7 +202,7 @@ class Layer {
       const int64_t left = inter_ - p * HALF, n = left < HALF ? left : HALF;
       product(w13_.at(r_.expert[a] * panels + p), rows, r_.tokens == 1, a, hidden_,
               [&](int64_t place, const float* v) {
-                silu_mul_row(v, v + HALF, act_ + place * inter_ + p * HALF, n);
+                silu_mul_row(v, v + HALF, act_ + place * inter_ + p * HALF, n, limit_);
               });
     });
   }
@@ -269,6 +270,7 @@ class Layer {
   }
 
   Panels<Fmt> w13_, w2_;
+  float limit_;
   int64_t experts_, hidden_, inter_;
   Routes r_;
   bool by_pair_;
@@ -286,8 +288,8 @@ using namespace ds;
 
 void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx, const float* weights,
                     const int32_t* ids, const void* w13, int64_t group13, const void* w2,
-                    int64_t group2, void* out, int64_t tokens, int64_t top_k, int64_t experts,
-                    int64_t hidden, int64_t inter) {
+                    int64_t group2, double limit, void* out, int64_t tokens, int64_t top_k,
+                    int64_t experts, int64_t hidden, int64_t inter) {
   if (tokens <= 0) return;
   if (hidden <= 0 || inter <= 0) {  // matmuls want k > 0
     std::memset(out, 0, size_t(tokens * hidden * (dtype == DS_F32 ? 4 : 2)));
@@ -298,7 +300,7 @@ void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx, c
     const bool zeros = format == DS_INT4_ZEROS;
     const Panels<Fmt> up{(const char*)w13, group13, hidden, zeros};
     const Panels<Fmt> down{(const char*)w2, group2, inter, zeros};
-    Layer<Fmt, decltype(element)> layer(up, down, experts, tokens, top_k);
+    Layer<Fmt, decltype(element)> layer(up, down, float(limit), experts, tokens, top_k);
     Arena counted(nullptr);
     layer.buffers(counted);
     const Scratch scratch(counted.used());

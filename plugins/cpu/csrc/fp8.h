@@ -1,17 +1,15 @@
-// Format of gemm.h: 8-bit floats (e4m3fn) with a float32 scale per column and group along k. They
-// are widened to bfloat16 times 2^-8, which is exact, on the way to the registers; scales meet
-// float32 sums, times FP8_LIFT.
+// Codes of coded.h: 8-bit floats (e4m3fn) with a float32 scale per column and group along k. They
+// are widened to bfloat16 times 2^-8, which is exact; sums are multiplied by FP8_LIFT.
 //
-// A panel is a sequence of groups: 64 scales, then [group / 2] pairs of k for 64 columns in two lines
-// of 64 bytes: in the low bytes of 16 bits each the pairs of 16 columns, in the high bytes those of
-// the next 16, so that two shifts and a mask make registers of columns in order. k is padded with
-// zeros to a multiple of K_STEP, which a group is a multiple of.
+// A pair of k for 64 columns lies in two lines of 64 bytes: in the low bytes of 16 bits each the pairs
+// of 16 columns, in the high bytes those of the next 16, so that two shifts and a mask make registers
+// of columns in order.
 //
 // Normal numbers are most of them: their exponent's bits 112 .. 127 differ from e in bits that e has
 // not. Others are told by those bits being zero, for -0 is stored as 0 and NaN in its place.
 #pragma once
 
-#include "dense.h"
+#include "simd.h"
 
 namespace ds {
 
@@ -35,14 +33,14 @@ constexpr uint16_t fp8_bits(unsigned code) {
 }
 
 // By code: what is stored, and its bits.
-struct Fp8Codes {
+struct Fp8Table {
   uint8_t stored[256];
   uint16_t bits[256];
-  constexpr Fp8Codes() : stored(), bits() {
+  constexpr Fp8Table() : stored(), bits() {
     for (unsigned i = 0; i < 256; ++i) stored[i] = fp8_stored(uint8_t(i)), bits[i] = fp8_bits(i);
   }
 };
-constexpr Fp8Codes FP8_CODES;
+constexpr Fp8Table FP8_CODES;
 
 // Those without an exponent, by sign and m.
 struct Fp8Small {
@@ -138,144 +136,21 @@ struct Fp8Widen {
 
 #endif
 
-template <class X>
-struct Fp8 : TilesOf<X> {
-  using Sum = float;
-  static constexpr int TILE = MAX_TILE;
-  static constexpr int64_t TOKENS = TOKENS_PAIRS, MAX_BLOCK = BLOCK_PAIRS;
-  static constexpr int64_t HEAD = NB * int64_t(sizeof(float));  // bytes of the scales of a group
-  static constexpr bool UNPACKS = true, FETCHES = true;
-#if defined(__AMX_TILE__)
-  // A tile costs the same for one token as for 16; for few, vectors with a tile's bits are faster.
-  static constexpr int64_t TILES_FROM = 3;
-  static constexpr int ONE_PASS = sizeof(X) == 2 ? TILES_FROM - 1 : 0;
-#elif defined(__AVX512BW__)
-  static constexpr int ONE_PASS = sizeof(X) != 2 ? 0 : DS_BF16_DOTS ? 4 : 6;
-#else
-  static constexpr int ONE_PASS = 0;
-#endif
-  static constexpr bool looks_ahead(int64_t m, int64_t) { return m > WIDENS_ALONE_TO; }
-  struct Panel {
-    const uint8_t* data;
-    int64_t group;  // a multiple of K_STEP, at most MAX_BLOCK
-  };
-  using Tokens = Rows<X>;
-  struct Block {
-    alignas(64) bf16 w[MAX_BLOCK * NB];
-  };
-
-  static int64_t bytes(int64_t k, int64_t group) {
-    return (k + group - 1) / group * HEAD + padded_k(k) * NB;
-  }
-  static int64_t block(const Panel& p) { return MAX_BLOCK / p.group * p.group; }
-  static const char* at(const Panel& p, int64_t k0) {
-    return (const char*)p.data + bytes(k0, p.group);
-  }
-  static void unpack(const Panel& p, int64_t k0, int64_t k1, Block& block) {
-    const Fp8Widen widen;
-    bf16* to = block.w;
-    for (int64_t k = k0; k < k1; k += p.group) {
-      const uint8_t* from = (const uint8_t*)at(p, k) + HEAD;
-      const int64_t n = padded_k(k1 - k < p.group ? k1 - k : p.group);
-      DS_ROLLED
-      for (int64_t i = 0; i < n; ++i, from += 64, to += 64) {
-        prefetch(from + UNPACK_AHEAD);
-        widen.line(from, to);
-      }
-    }
-  }
-
-  static const void* weights(const Block& block, int64_t k) { return block.w + k * NB; }
-  static int64_t folds(const Panel& p) { return p.group; }
-  static void fold(const Panel& p, int64_t k0, const Tokens&, int64_t, const float* part,
-                   float* sums, bool more) {
-    const float* scales = (const float*)at(p, k0);
-    DS_UNROLL
-    for (int c = 0; c < NB; c += F::W)
-      fma(F::load(part + c) * F::all(FP8_LIFT), F::load(scales + c),
-          more ? F::load(sums + c) : F::zero())
-          .store(sums + c);
-  }
-
-  // dots(k, n, first column, rows, acc, ahead) adds those of one group.
-  template <int M, class Dots>
-  DS_NOINLINE static void groups(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
-                                 float (*sums)[NB], bool more, Ahead ahead, Dots dots) {
-    constexpr int C = CHUNK_VECTORS<M>;
-    for (int c0 = 0; c0 < NB; c0 += C * F::W) {
-      bool add = more;
-      for (int64_t k = k0; k < k1; k += p.group, add = true) {
-        const X* rows[M];
-        F acc[M][C];
-        DS_UNROLL
-        for (int m = 0; m < M; ++m) {
-          rows[m] = x.row(t + m) + k;
-          DS_UNROLL
-          for (int c = 0; c < C; ++c) acc[m][c] = F::zero();
-        }
-        dots(k, k1 - k < p.group ? k1 - k : p.group, c0, rows, acc, ahead);
-        const float* scales = (const float*)at(p, k) + c0;
-        DS_UNROLL
-        for (int m = 0; m < M; ++m)
-          DS_UNROLL
-          for (int c = 0; c < C; ++c) {
-            float* to = sums[m] + c0 + c * F::W;
-            fma(acc[m][c] * F::all(FP8_LIFT), F::load(scales + c * F::W),
-                add ? F::load(to) : F::zero())
-                .store(to);
-          }
-      }
-      ahead.lines = 0;  // once is enough
-    }
-  }
-  template <int M>
-  static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
-                   float (*sums)[NB], bool more, Ahead ahead) {
+// What coded.h asks of codes.
+struct Fp8Codes {
+  static constexpr int64_t PAIR = 128;  // bytes of a pair of k for 64 columns
+  static constexpr int64_t HEAD = 64 * int64_t(sizeof(float));  // and of the scales of a group
+  static constexpr float LIFT = FP8_LIFT;
+  static F scales(const char* head, int c) { return F::load((const float*)head + c); }
+  struct Widen : Fp8Widen {
 #if defined(__AVX512BW__)
-    if constexpr (M <= ONE_PASS) {
-      const Fp8Widen widen;
-      groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
-                  const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
-#if defined(__AMX_TILE__)
-                  (void)fetch;
-                  dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
-                    prefetch(w + WIDEN_AHEAD);
-                    prefetch(w + WIDEN_AHEAD + 64);
-                    widen.pair(w, v);
-                    w += 128;
-                  });
-#elif DS_BF16_DOTS
-                  bf16_dots<M>(n, rows, acc, fetch, [&](__m512bh(&v)[4]) {
-                    __m512i wide[4];
-                    widen.pair(w, wide);
-                    DS_UNROLL
-                    for (int c = 0; c < 4; ++c) v[c] = (__m512bh)wide[c];
-                    w += 128;
-                  });
-#else
-                  float_dots(n, rows, acc, fetch, [&](F(&even)[4], F(&odd)[4]) {
-                    __m512i wide[4];
-                    widen.pair(w, wide);
-                    DS_UNROLL
-                    for (int c = 0; c < 4; ++c) split_pairs(wide[c], even[c], odd[c]);
-                    w += 128;
-                  });
+    using Fp8Widen::pair;
 #endif
-                });
+    void pair(const uint8_t* p, bf16* out) const {
+      line(p, out);
+      line(p + 64, out + 64);
     }
-#endif
-    (void)p, (void)k0, (void)k1, (void)x, (void)t, (void)sums, (void)more, (void)ahead;
-  }
-  template <int M>
-  static void tile_of(const Panel& p, const Block& block, int64_t k0, int64_t k1, const Tokens& x,
-                      int64_t t, float (*sums)[NB], bool more, Ahead ahead) {
-    groups<M>(p, k0, k1, x, t, sums, more, ahead,
-              [&](int64_t k, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
-                pairs_dots(block.w + (k - k0) * NB + 2 * c0, n, rows, acc, fetch);
-              });
-  }
-  static void finish(const Panel&, const Tokens&, int64_t, float*, float*) {}
+  };
 };
 
 }  // namespace ds

@@ -1,9 +1,6 @@
 // Weights into panels (gemm.h) at load, and back.
-#include <algorithm>
-#include <atomic>
-
 #include "ds_cpu.h"
-#include "formats.h"
+#include "pack.h"
 
 namespace ds {
 namespace {
@@ -51,32 +48,6 @@ struct PackInt8 {
   static int64_t column(int64_t c) { return 4 * c; }
   static float value(uint8_t code) { return float(int8_t(code)); }
 };
-
-// What the calls have in common.
-struct Source {
-  const void* data;
-  int64_t sn, sk;
-  const float *scales, *zeros;
-  int64_t ld_scales, n0, rows, n, k, group;
-  int32_t half;
-};
-
-// Calls body(panel, first column, end, end with the padding, row of the source) for all panels that
-// get rows, on the threads that will read them.
-template <class Body>
-void each_panel(const Source& s, int64_t bytes, Body body) {
-  const int64_t width = s.half < 0 ? NB : NB / 2, left = s.half == 1 ? NB / 2 : 0;
-  const int64_t panels = (s.n + width - 1) / width;
-  parallel(panels, 1, bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const int64_t n0 = p * width, n1 = n0 + width, last = s.n0 + s.rows;
-      const int64_t from = n0 > s.n0 ? n0 : s.n0, to = n1 < last ? n1 : last;
-      if (from >= to) continue;
-      const int64_t padded = last == s.n && p == panels - 1 ? n1 : to;
-      body(p, from - n0 + left, to - n0 + left, padded - n0 + left, from - s.n0);
-    }
-  });
-}
 
 // Elements [k0, k0 + n) of a row, runs of them STRIDE apart; zeros from `have` on.
 template <class P>
@@ -235,6 +206,58 @@ void pack_int4(const Source& s, void* panels, bool zeros) {
   });
 }
 
+// Two codes to a byte, of columns 16 apart.
+void pack_fp4(const Source& s, void* panels) {
+  const int64_t size = Fp4<bf16>::bytes(s.k, s.group), padded = padded_k(s.k);
+  each_panel(s, s.rows * s.k, [&](int64_t p, int64_t c0, int64_t c1, int64_t c2, int64_t row0) {
+    const Fp4<bf16>::Panel panel{(const uint8_t*)panels + p * size, s.group};
+    auto row = [&](int64_t c) { return row0 + c - c0; };
+    auto codes = [&](int64_t c, int64_t k) {
+      return (const uint8_t*)s.data + row(c) * s.sn + k * s.sk;
+    };
+    for (int64_t k0 = 0, g = 0; k0 < padded; k0 += s.group, ++g) {
+      uint8_t* head = (uint8_t*)Fp4<bf16>::at(panel, k0);
+      uint8_t* lines = head + Fp4Codes::HEAD;
+      const int64_t end = padded - k0 < s.group ? padded - k0 : s.group;
+      const int64_t n = s.k - k0 < s.group ? s.k - k0 : s.group;
+      for (int64_t c = c0; c < c2; ++c)
+        head[c] = c < c1 ? fp4_scale_byte(s.scales[row(c) * s.ld_scales + g]) : 0;
+      for (int64_t c = c0; c < c2; ++c) {
+        const int64_t left = c - 16;
+        if (c / 16 % 2 && left >= c0 && c < c1) continue;  // done with the column before it
+        const bool both = c / 16 % 2 == 0 && c + 16 < c1;
+        const uint8_t *a = codes(c, k0), *b = codes(both ? c + 16 : c, k0);
+        for (int64_t i = 0; i < end; ++i) {
+          const Fp4Place at = fp4_place(int(c), int(i % 2));
+          uint8_t& to = lines[i / 2 * Fp4Codes::PAIR + at.byte];
+          const unsigned code = i < n && c < c1 ? a[i * s.sk] & 15u : 0;
+          if (both)
+            to = uint8_t(code | (i < n ? b[i * s.sk] & 15u : 0) << 4);
+          else  // the other half is another call's, or another turn's
+            to = uint8_t((to & ~(15u << at.shift)) | code << at.shift);
+        }
+      }
+    }
+  });
+}
+
+void unpack_fp4(const void* panels, float* out, int64_t n, int64_t k, int64_t group) {
+  const int64_t size = Fp4<bf16>::bytes(k, group);
+  const Source all{nullptr, 0, 0, nullptr, nullptr, 0, 0, n, n, k, group, -1};
+  each_panel(all, n * k * 4, [&](int64_t p, int64_t, int64_t count, int64_t, int64_t row) {
+    const Fp4<bf16>::Panel panel{(const uint8_t*)panels + p * size, group};
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t k0 = i / group * group;
+        const uint8_t* head = (const uint8_t*)Fp4<bf16>::at(panel, k0);
+        const Fp4Place at = fp4_place(int(c), int((i - k0) % 2));
+        const uint8_t two = head[Fp4Codes::HEAD + (i - k0) / 2 * Fp4Codes::PAIR + at.byte];
+        out[(row + c) * k + i] =
+            to_float(bf16{fp4_bits(unsigned(two) >> at.shift & 15)}) * fp4_scale(head[c]);
+      }
+  });
+}
+
 template <class P>
 void unpack(const void* panels, float* out, int64_t n, int64_t k, int64_t own_group) {
   const int64_t size = P::bytes(k, own_group), group = P::group(k, own_group);
@@ -267,116 +290,6 @@ void unpack_int4(const void* panels, float* out, int64_t n, int64_t k, int64_t g
   });
 }
 
-// What the high byte of a bfloat16 becomes in a panel of Bf12.
-struct Bf12Places {
-  static constexpr uint8_t NONE = 0x80;
-  alignas(64) uint8_t of[256];
-
-  // The most frequent ones of `pairs` pairs of k of a panel. Of equally frequent ones the lowest.
-  Bf12Places(const bf16* w, int64_t pairs, uint8_t (&high)[16]) {
-    uint32_t counts[4][256] = {};
-    for (int64_t i = 0; i < pairs * 2 * NB; i += 4)
-      for (int j = 0; j < 4; ++j) ++counts[j][w[i + j].bits >> 8];
-    for (int h = 0; h < 256; ++h)
-      counts[0][h] += counts[1][h] + counts[2][h] + counts[3][h];
-    std::memset(of, NONE, sizeof of);
-    of[0] = high[0] = counts[0][0] = 0;
-    for (uint8_t i = 1; i < 16; ++i) {
-      const uint32_t* best = std::max_element(counts[0], counts[0] + 256);
-      const int h = int(best - counts[0]);
-      high[i] = uint8_t(h);
-      if (*best) of[h] = i;
-      counts[0][h] = 0;
-    }
-  }
-};
-
-// One line of a pair of k: low bytes and places of 64 weights, 0 for those without a place, of which
-// a mask tells.
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
-struct Bf12Line {
-  __m512i places[4];
-  explicit Bf12Line(const Bf12Places& p) {
-    for (int i = 0; i < 4; ++i) places[i] = _mm512_load_si512(p.of + 64 * i);
-  }
-  uint64_t operator()(const bf16* w, uint8_t* low, uint8_t* place) const {
-    const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 32);
-    const __m512i byte = _mm512_set1_epi16(255);
-    const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-    const __m512i found = _mm512_mask_mov_epi8(
-        _mm512_permutex2var_epi8(places[0], high, places[1]), _mm512_movepi8_mask(high),
-        _mm512_permutex2var_epi8(places[2], high, places[3]));
-    const __mmask64 none = _mm512_movepi8_mask(found);
-    const __m512i lows =
-        _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
-    _mm512_storeu_si512(low, _mm512_maskz_mov_epi8(~none, lows));
-    _mm512_storeu_si512(place, _mm512_maskz_mov_epi8(~none, found));
-    return none;
-  }
-};
-#else
-struct Bf12Line {
-  const Bf12Places& places;
-  explicit Bf12Line(const Bf12Places& p) : places(p) {}
-  uint64_t operator()(const bf16* w, uint8_t* low, uint8_t* place) const {
-    uint64_t none = 0;
-    for (int i = 0; i < 64; ++i) {
-      const uint16_t bits = w[bf12_element(i)].bits;
-      const uint8_t found = places.of[bits >> 8];
-      const bool here = found != Bf12Places::NONE;
-      none |= uint64_t(!here) << i;
-      low[i] = here ? uint8_t(bits) : 0;
-      place[i] = here ? found : 0;
-    }
-    return none;
-  }
-};
-#endif
-
-// One panel; false: it has no room for its exceptions.
-bool narrow(const bf16* w, int64_t k, uint8_t* panel) {
-  std::memset(panel, 0, sizeof(Bf12Head));
-  auto& head = *(Bf12Head*)panel;
-  const int64_t pairs = padded_k(k) / 2, room = Bf12::room(k);
-  const Bf12Places places(w, pairs, head.high);
-  const Bf12Line line(places);
-  uint8_t* to = panel + Bf12::HEAD;
-  auto* rest = (Bf12Rest*)(to + Bf12::lines(k));
-  std::memset((void*)rest, 0, size_t(Bf12::bytes(k) - Bf12::HEAD - Bf12::lines(k)));
-  for (int64_t i = 0; i < pairs; ++i, w += 2 * NB, to += Bf12::LINES) {
-    uint8_t place[2][64];
-    for (int half = 0; half < 2; ++half)
-      for (uint64_t none = line(w + half * NB, to + half * 64, place[half]); none; none &= none - 1) {
-        if (head.count == room) return false;
-        int at = 0;
-        while (!(none >> at & 1)) ++at;
-        const int element = half * NB + bf12_element(at);
-        rest[head.count++] = {uint32_t((2 * i + element % 2) * NB + element / 2),
-                              to_float(w[element])};
-      }
-    for (int c = 0; c < 64; ++c) to[128 + c] = uint8_t(place[0][c] | place[1][c] << 4);
-  }
-  return true;
-}
-
-void unpack_bf12(const void* panels, float* out, int64_t n, int64_t k) {
-  const Source all{nullptr, 0, 0, nullptr, nullptr, 0, 0, n, n, k, 0, -1};
-  each_panel(all, n * k * 4, [&](int64_t p, int64_t, int64_t count, int64_t, int64_t row) {
-    const Bf12::Panel panel{(const uint8_t*)panels + p * Bf12::bytes(k), k};
-    const Bf12Widen widen(panel.head().high);
-    const uint8_t* lines = panel.data + Bf12::HEAD;
-    for (int64_t i = 0; i < k; i += 2, lines += Bf12::LINES) {
-      bf16 pair[2 * NB];
-      widen.pair(lines, pair);
-      for (int64_t c = 0; c < count; ++c)
-        for (int64_t j = 0; j < 2 && i + j < k; ++j)
-          out[(row + c) * k + i + j] = to_float(pair[2 * c + j]);
-    }
-    for (const Bf12Rest *r = panel.rest(), *end = r + panel.head().count; r < end; ++r)
-      if (r->place % NB < count) out[(row + r->place % NB) * k + r->place / NB] = r->value;
-  });
-}
-
 }  // namespace
 }  // namespace ds
 
@@ -392,6 +305,8 @@ void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, int64_t sn, 
     pack<PackInt8>(s, panels);
   else if (format == DS_FP8)
     pack<PackFp8>(s, panels);
+  else if (format == DS_FP4)
+    pack_fp4(s, panels);
   else if (dtype == DS_F32)
     pack<PackF32>(s, panels);
   else
@@ -416,21 +331,10 @@ void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out
     unpack<PackInt8>(panels, out, n, k, group);
   else if (format == DS_FP8)
     unpack<PackFp8>(panels, out, n, k, group);
+  else if (format == DS_FP4)
+    unpack_fp4(panels, out, n, k, group);
   else if (dtype == DS_F32)
     unpack<PackF32>(panels, out, n, k, group);
   else
     unpack<PackBf16>(panels, out, n, k, group);
 }
-
-void ds_cpu_narrow(const void* dense, void* panels, int64_t count, int64_t k, int64_t* left) {
-  const int64_t wide = DenseBf16::bytes(k), bytes = Bf12::bytes(k);
-  std::atomic<int64_t> failed{0};
-  parallel(count, 1, count * wide, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p)
-      if (!narrow((const bf16*)((const char*)dense + p * wide), k, (uint8_t*)panels + p * bytes))
-        ++failed;
-  });
-  *left = failed;
-}
-
-int32_t ds_cpu_narrows() { return DS_BF16_DOTS; }

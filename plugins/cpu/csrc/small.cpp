@@ -12,11 +12,11 @@ namespace ds {
 namespace {
 
 template <class T>
-void silu_mul(const void* x, int64_t ldx, void* out, int64_t rows, int64_t n) {
+void silu_mul(const void* x, int64_t ldx, float limit, void* out, int64_t rows, int64_t n) {
   parallel(rows, 1, 3 * rows * n * int64_t(sizeof(T)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* gate = (const T*)x + r * ldx;
-      silu_mul_row(gate, gate + n, (T*)out + r * n, n);
+      silu_mul_row(gate, gate + n, (T*)out + r * n, n, limit);
     }
   });
 }
@@ -59,9 +59,9 @@ void ds_cpu_large_pages(void* data, int64_t bytes) {
 #endif
 }
 
-void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, void* out, int64_t rows,
-                     int64_t n) {
-  (dtype == DS_F32 ? silu_mul<float> : silu_mul<bf16>)(x, ldx, out, rows, n);
+void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, double limit, void* out,
+                     int64_t rows, int64_t n) {
+  (dtype == DS_F32 ? silu_mul<float> : silu_mul<bf16>)(x, ldx, float(limit), out, rows, n);
 }
 
 void ds_cpu_embed(const int64_t* ids, const void* table, int64_t stride_bytes, int64_t start,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,7 @@ from ds_runtime_cpu.panels import COLUMNS, Form, Stack, forms_of
 from ds_runtime_cpu.small import CODE, in_rows
 
 
-class ExpertsNative:
+class _Experts:
     """Sorts tokens by expert and streams every chosen expert's weights once, in their own format.
 
     int8 and int4 weights meet activations in 8 bits, rounded per token, or per token and group.
@@ -57,14 +59,17 @@ class ExpertsNative:
         nbytes = w13.nbytes + w2.nbytes
         return Packed(self.tag, shape, tensors, nbytes, restore=_gate_up_native)
 
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+    def limited(
+        self, x: Tensor, weights: Tensor, ids: Tensor, limit: float, packed: Packed
+    ) -> Tensor:
+        """ExpertsLimited's `apply`; an infinite limit is none."""
         packed.expect(self.tag)
         run: _Run = packed.tensors["run"]
         assert x.shape[1] == packed.shape[1] and x.dtype == self.dtype, (x.shape, x.dtype)
         assert weights.shape == ids.shape == (x.shape[0], ids.shape[1]), (weights.shape, ids.shape)
         kinds = (weights.dtype, ids.dtype)
         assert kinds == (torch.float32, torch.int32), kinds
-        return run(x, weights.contiguous(), ids.contiguous())
+        return run(x, weights.contiguous(), ids.contiguous(), limit)
 
 
 class _Run:
@@ -83,10 +88,10 @@ class _Run:
         weights = (w13.data_ptr(), up.group, w2.data_ptr(), down.group)
         self._weights = (w13, w2)  # alive as long as the call has their addresses
         self._call = calls().bound(
-            "experts", *kinds, None, None, None, None, *weights, None, None, None, *shape
+            "experts", *kinds, None, None, None, None, *weights, None, None, None, None, *shape
         )
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, limit: float) -> Tensor:
         tokens, top_k = ids.shape
         x = in_rows(x)
         out = x.new_empty(x.shape)
@@ -95,6 +100,7 @@ class _Run:
             x.stride()[0],
             weights.data_ptr(),
             ids.data_ptr(),
+            limit,
             out.data_ptr(),
             tokens,
             top_k,
@@ -102,22 +108,49 @@ class _Run:
         return out
 
 
-class ExpertsPanels(ExpertsNative):
-    """Activations as they are."""
+class ExpertsNative(_Experts):
+    """Experts of any format."""
 
-    formats = ("dense", "fp8_block")
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        return self.limited(x, weights, ids, inf, packed)
+
+
+class LimitedNative(_Experts):
+    """ExpertsLimited of any format."""
+
+    def apply(
+        self, x: Tensor, weights: Tensor, ids: Tensor, limit: float, packed: Packed
+    ) -> Tensor:
+        return self.limited(x, weights, ids, limit, packed)
+
+
+_AS_THEY_ARE = ("dense", "fp8_block", "mxfp4")  # formats that meet activations as they are
+_BY_TOKEN = ("int8_channel",)  # activations in 8 bits, rounded per token
+_BY_GROUP = ("int4_group",)  # and per token and group
+
+
+class ExpertsPanels(ExpertsNative):
+    formats = _AS_THEY_ARE
 
 
 class ExpertsInt8(ExpertsNative):
-    """Activations in 8 bits, rounded per token."""
-
-    formats = ("int8_channel",)
+    formats = _BY_TOKEN
 
 
 class ExpertsInt4(ExpertsNative):
-    """Activations in 8 bits, rounded per token and group."""
+    formats = _BY_GROUP
 
-    formats = ("int4_group",)
+
+class LimitedPanels(LimitedNative):
+    formats = _AS_THEY_ARE
+
+
+class LimitedInt8(LimitedNative):
+    formats = _BY_TOKEN
+
+
+class LimitedInt4(LimitedNative):
+    formats = _BY_GROUP
 
 
 def _one_part(weight: Weight) -> WeightPart:
@@ -203,4 +236,7 @@ def _gate_up_onednn(packed: Packed) -> Tensor:
 experts_native = ExpertsPanels
 experts_int8 = ExpertsInt8
 experts_int4 = ExpertsInt4
+limited_native = LimitedPanels
+limited_int8 = LimitedInt8
+limited_int4 = LimitedInt4
 experts_prepacked = ExpertsPrepacked

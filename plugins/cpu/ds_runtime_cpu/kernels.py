@@ -33,7 +33,7 @@ _DENSE = {"dense", "fp8_block"}
 _SCALED_PAGES, _EXPANDED_PAGES = {"latent_fp8_groups.v1"}, {"expanded_pages.v1"}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _TIGHT = "bfloat16 weights take 12 bits, without loss, where the processor multiplies their pairs"
-_PANELS = f"fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns; {_TIGHT}"
+_PANELS = f"fp8 and fp4 stay so unless a shard cuts their blocks below 32 columns; {_TIGHT}"
 _A8 = (
     "activations are rounded to int8, by token or by token and group; weights whose groups no "
     "multiple of 32 columns divides are held in the compute dtype"
@@ -176,8 +176,9 @@ def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kern
 
 
 def _panels(op: str, fn: str, **declared: Unpack[Declared]) -> Kernel:
-    """A kernel that keeps fp8 blocks as they are."""
-    kept: Declared = {"formats": _DENSE, "keeps": {"fp8_block"}, "note": _PANELS}
+    """A kernel that keeps fp8 blocks and fp4 as they are."""
+    own = {"fp8_block", "mxfp4"}
+    kept: Declared = {"formats": {"dense", *own}, "keeps": own, "note": _PANELS}
     says: Declared = {**kept, "footprint": Footprint(reads=_reads), **declared}
     return _native(op, fn, **says)
 
@@ -237,6 +238,9 @@ MOE: tuple[Kernel, ...] = (
     _panels("experts", "experts:experts_native", batch_invariant=True),
     _in_order("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
     _in_order("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
+    _panels("experts_limited", "experts:limited_native", batch_invariant=True),
+    _in_order("experts_limited", "experts:limited_int8", formats={"int8_channel"}, note=_A8),
+    _in_order("experts_limited", "experts:limited_int4", formats={"int4_group"}, note=_A8),
     cpu.offer(
         "experts",
         "zen:experts_zentorch_int8",
@@ -276,6 +280,7 @@ SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("rms_norm", "small:rms_norm"),
     _by_row("add_rms_norm", "small:add_rms_norm"),
     _by_row("silu_mul", "small:silu_mul"),
+    _by_row("silu_mul_limited", "small:silu_mul_limited"),
     _by_row("rope", "prologue:rope"),
     _by_row("embed", "small:embed"),
     _by_row("quantize_group", "small:quantize_group"),

@@ -72,7 +72,7 @@ class LinearNative:
     """Panels in the format of the weight: one packing for one token and for thousands."""
 
     tag = "cpu.linear_native"
-    formats: tuple[str, ...] = ("dense", "fp8_block", "int8_channel", "int4_group")
+    formats: tuple[str, ...] = ("dense", "fp8_block", "mxfp4", "int8_channel", "int4_group")
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = compute_dtype(facts)
@@ -92,7 +92,7 @@ class LinearNative:
 class LinearPanels(LinearNative):
     """Activations as they are."""
 
-    formats = ("dense", "fp8_block")
+    formats = ("dense", "fp8_block", "mxfp4")
 
 
 class LinearInt8(LinearNative):

@@ -29,7 +29,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 NOT_BUILT = (
     "native library not built: reinstall with a C++17 compiler and CMake (DS_REQUIRE_NATIVE=1 pip "
     "install ... shows why it could not be)"
@@ -49,7 +49,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "read": (_P, _I, _I, _P),
     "rms_norm": (_T, _T, _P, _I, _P, _D, _P, _I, _I),
     "add_rms_norm": (_T, _T, _P, _I, _P, _I, _P, _D, _P, _P, _I, _I),
-    "silu_mul": (_T, _P, _I, _P, _I, _I),
+    "silu_mul": (_T, _P, _I, _D, _P, _I, _I),
     "rope": (_T, _P, _I, _I, _P, _P, _P, _I, _I, _I),
     "cache_write": (_T, _T, _P, _I, _P, _I, _I, _P, _I, _P, _I),
     "mla_prologue": (
@@ -76,7 +76,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "index_scores": (_T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I),
     "index_topk": (_P, _I, _P, _P, _P, _I, _I, _I, _P, _I),
     "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I),
-    "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _I),
+    "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _D, _P, _I, _I, _I, _I, _I),
     "copy": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _I, _I),
     "add": (_T, _P, _I, _P, _I, _I, _I),
     "replay": (_P, _I),

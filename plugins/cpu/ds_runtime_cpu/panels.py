@@ -19,15 +19,21 @@ from ds_runtime_cpu.native import calls, library
 from ds_runtime_cpu.small import CODE, in_rows
 
 COLUMNS = 64  # of a panel
-_DENSE, _FP8, _INT8, _INT4, _INT4_ZEROS, _BF12 = range(6)  # DsFormat
+_DENSE, _FP8, _INT8, _INT4, _INT4_ZEROS, _BF12, _FP4 = range(7)  # DsFormat
 _CODES = {
     "fp8_block": torch.float8_e4m3fn,
     "int8_channel": torch.int8,
     "int4_group": torch.int8,
+    "mxfp4": torch.uint8,
 }
 # Elements of k that share a scale, best first: a block of work holds whole groups, and a group
 # whole steps of the matrix units.
-_GROUPS = {"fp8_block": (128, 64, 32), "int4_group": tuple(range(256, 0, -32))}
+_GROUPS = {
+    "fp8_block": (128, 64, 32),
+    "int4_group": tuple(range(256, 0, -32)),
+    "mxfp4": (32,),
+}
+_KINDS = {"fp8_block": _FP8, "mxfp4": _FP4}  # that need no more than a group
 _MOST_K8 = 65536  # up to here int32 sums of 8-bit products do not overflow
 
 
@@ -213,7 +219,9 @@ def _own(parts: tuple[WeightPart, ...], dtype: torch.dtype, name: str, along: in
         return None
     if name not in _CODES or any(p.tensors["weight"].dtype != _CODES[name] for p in parts):
         return None
-    if name != "fp8_block" and any(p.shape[1] > _MOST_K8 for p in parts):
+    if name == "mxfp4" and not all(map(_powers, parts)):
+        return None
+    if name not in _KINDS and any(p.shape[1] > _MOST_K8 for p in parts):
         return None
     if name == "int8_channel":
         whole = all(p.block is not None and sum(_columns(p)) <= p.block[1] for p in parts)
@@ -222,7 +230,16 @@ def _own(parts: tuple[WeightPart, ...], dtype: torch.dtype, name: str, along: in
     if not group:
         return None
     zeros = any("zero" in p.tensors for p in parts)
-    return Form(_FP8 if name == "fp8_block" else _INT4_ZEROS if zeros else _INT4, dtype, group)
+    return Form(_KINDS.get(name, _INT4_ZEROS if zeros else _INT4), dtype, group)
+
+
+def _powers(part: WeightPart) -> bool:
+    """Whether all scales are powers of two that a byte (e8m0) holds."""
+    scale = part.tensors["scale"]
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return True
+    mantissa, exponent = torch.frexp(scale.to(torch.float32))
+    return bool(((mantissa == 0.5) & (exponent > -126)).all())
 
 
 def _columns(part: WeightPart) -> tuple[int, int]:

@@ -7,6 +7,7 @@ An op of one token works for a microsecond or two, so what Python spends around 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -79,12 +80,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SiluMul for float32 and bfloat16."""
+    return silu_mul_limited(gate_up, inf)
+
+
+def silu_mul_limited(gate_up: Tensor, limit: float) -> Tensor:
+    """SiluMulLimited for float32 and bfloat16; an infinite limit is none."""
     rows, both = gate_up.shape
     gate_up = in_rows(gate_up)
     n = both // 2
     out = gate_up.new_empty(rows, n)
     active.silu_mul(
-        CODE[gate_up.dtype], gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), rows, n
+        CODE[gate_up.dtype],
+        gate_up.data_ptr(),
+        gate_up.stride()[0],
+        limit,
+        out.data_ptr(),
+        rows,
+        n,
     )
     return out
 
