@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ds_runtime.common.balance import most_beside
 from ds_runtime.engine.schedule.request import Request
+from ds_runtime.engine.step.plan import StepPlan
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.rank_pages import Pages
 
@@ -83,10 +84,16 @@ class Holdings:
                 return True
         return False
 
-    def copies(self) -> list[tuple[int, int, int]]:
-        """(group, source, target) of blocks that are copied in front of the next step, in order."""
-        groups = [(group, pages.snapshots) for group, pages in enumerate(self.groups)]
-        return [(group, *pair) for group, made in groups if made for pair in made.drain()]
+    def drain(self, plan: StepPlan) -> None:
+        """Tell a plan what is to be copied in front of its step."""
+        for group, pages in enumerate(self.groups):
+            if pages.snapshots is not None:
+                plan.copies += [(group, *pair) for pair in pages.snapshots.drain()]
+            if pages.below is not None:
+                noted = pages.below.drain()
+                plan.saves += [(group, *pair) for pair in noted.saves]
+                plan.loads += [(group, *pair) for pair in noted.loads]
+                plan.hurried |= noted.hurried
 
     def of(self, request: Request) -> Pages:
         """The pages of the group that has a running request."""

@@ -166,7 +166,7 @@ class Scheduler:
                 break
         if not plan.works:
             return None
-        plan.copies = self.holdings.copies()
+        self.holdings.drain(plan)
         self._sizing.launched(room)
         self._stats.steps += 1
         self._in_flight.append((plan.step, planned))
