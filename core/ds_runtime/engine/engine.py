@@ -228,6 +228,11 @@ class Engine:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
         stats.step_seconds = self._step_seconds
+        if (below := self.runner.below) is not None:
+            below.look()
+            saved, loaded = below.saved, below.loaded
+            stats.host_saved_bytes, stats.host_save_seconds = saved.nbytes, saved.seconds
+            stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}

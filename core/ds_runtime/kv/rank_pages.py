@@ -60,6 +60,13 @@ class Pages:
             return Match(self.prefix.root(request.realm), [])
         return self.prefix.match(request.tokens(0, request.total_len), request.realm, True)
 
+    def by_tier(self, request: Holder) -> dict[str, int] | None:
+        """Where the cached tokens of a request that begins to run were."""
+        if self.below is None:
+            return None
+        host = request.num_loaded * self.page_size
+        return {"device": request.num_computed - host, "host": host}
+
     def ahead(self, request: Holder, known: Match | None) -> tuple[int, Holder | None]:
         """How many pages of its prompt the request need not compute here, and who computes the last
         of them, if `known`, what is cached, has it not.
@@ -133,6 +140,7 @@ class Pages:
         assert not twins, "what the tree has is matched there"
         request.node, request.num_shared = path.node, last
         self.below.load(slots, mine)
+        request.num_loaded = len(slots)
 
     def grow(self, request: Holder) -> bool:
         """A page for the next token if it needs one; False if there is none."""

@@ -134,6 +134,7 @@ class ToyDevice(FakeDevice):
                 batch = added.batch(sent, {})
                 read_last_tokens(batch, self.last, batch.num_decode)
                 self._forward(rank, works, batch)
+            below.end()
             below.begin(saves if late else [], [], True)
         result = super().launch(plan)
         for work in plan.works:

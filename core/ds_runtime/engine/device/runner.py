@@ -116,13 +116,13 @@ class Runner:
             cache.fill_(float("nan") if cache.is_floating_point() else 255)
         for cache in self.caches if captures else ():
             cache[-1].zero_()  # the spare page
-        self._below: HostCopies | None = None
+        self.below: HostCopies | None = None
         if self.config.enable_hierarchical_cache:
             host, copies = (
                 HostRoom.of(self.config, self.memory),
                 self.platform.page_copies(local_rank),
             )
-            self._below = HostCopies(self.caches, host.pages, host.states, copies)
+            self.below = HostCopies(self.caches, host.pages, host.states, copies)
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
             assembly, self.parts, world.size, local_rank, captures, self.checking
@@ -235,9 +235,11 @@ class Runner:
         self._copy(plan)
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
+        if isinstance(program, Captured) and self.caches.arriving is not None:
+            self.caches.arriving.wait()  # a replay asks for no layer
         rest = program.run(handle)
-        if self._below is not None:
-            self._below.end()
+        if self.below is not None:
+            self.below.end()
         if rest is not None:
             if self.rank == 0 and isinstance(program, Captured):
                 self._unfinished = handle, rest
@@ -250,19 +252,19 @@ class Runner:
     def _copy(self, plan: StepPlan) -> None:
         """What a step begins with."""
         group = self.parts.exchange.group
-        if self._below is not None:
+        if self.below is not None:
             saves = [(page, slot) for at, page, slot in plan.saves if at == group]
             loads = [(slot, page) for at, slot, page in plan.loads if at == group]
-            self._below.begin(saves, loads, plan.hurried)
+            self.below.begin(saves, loads, plan.hurried)
         if plan.copies:
             self.move_states([(s, t) for at, s, t in plan.copies if at == group])
 
     def move_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Make copies of states that a plan names."""
-        if self._below is None:
+        if self.below is None:
             copy_states(self.caches, copies)
         else:
-            self._below.move_states(copies)
+            self.below.move_states(copies)
 
     def _over(self, pages: int) -> OpByOp:
         """What runs steps over pages of their own, before there are requests."""

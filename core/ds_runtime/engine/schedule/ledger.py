@@ -52,6 +52,20 @@ class Holdings:
         """That one request can have."""
         return min(pages.pool.num_pages for pages in self.groups)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of snapshots and of host memory, as Stats names them."""
+        made, below = self.snapshots, [pages.below for pages in self.groups if pages.below]
+        return {
+            "snapshots_total": sum(one.pool.num_pages for one in made),
+            "snapshots_kept": sum(one.num_kept for one in made),
+            "snapshot_hits": sum(one.num_hits for one in made),
+            "snapshots_evicted": sum(one.num_evicted for one in made),
+            "host_pages_total": sum(one.pages.count for one in below),
+            "host_pages_kept": sum(len(one.pages) for one in below),
+            "host_pages_evicted": sum(one.pages.num_evicted for one in below),
+        }
+
     def take(self, request: Request, reads_cache: bool) -> bool:
         """A row, and pages on one group for all that the request has to compute; False if no group
         has enough, or if another request computes the beginning of its prompt just now: it is
