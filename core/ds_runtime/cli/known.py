@@ -16,7 +16,6 @@ _EXPERTS = (
     "experts by number are not built yet: --tp divides the weights of every expert among its ranks"
 )
 _STAGES = "stages of layers are not built yet: --tp divides every layer"
-_TIERS = "KV cache beyond the device's memory is not built yet: leave it out"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
 _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"
 _STORED = "the checkpoint's own config says how its weights are stored"
@@ -69,10 +68,6 @@ KNOWN: Mapping[str, str | Spelling] = {
     ),
     "--disaggregation-transfer-backend": nothing(_APART, "one"),
     "--disaggregation-ib-device": nothing(_APART, "one"),
-    "--enable-hierarchical-cache": refused(_TIERS),
-    "--hicache-ratio": nothing(_TIERS, "one"),
-    "--hicache-size": nothing(_TIERS, "one"),
-    "--hicache-write-policy": nothing(_TIERS, "one"),
     # memory
     "--gpu-memory-utilization": Spelling(
         "counts what steps need beside weights and KV cache, too, and is --memory-utilization here",

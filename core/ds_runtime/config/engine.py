@@ -150,6 +150,22 @@ class EngineConfig:
         None, "states kept for later prompts (auto: 15 % of caches)", also={"auto": None}, least=0
     )
     disable_radix_cache: bool = setting(False, "compute every prompt from its start, reusing no KV")
+    enable_hierarchical_cache: bool = setting(
+        False, "keep cached pages in host memory, too, so that prompts find them for longer"
+    )
+    hicache_ratio: float = setting(
+        2.0, "host memory for cached pages, in sizes of the device's KV cache"
+    )
+    hicache_size: int = setting(
+        0, "host memory for cached pages in GB (10^9 bytes) per rank, instead of a ratio", least=0
+    )
+    hicache_write_policy: str = setting(
+        "write_through",
+        "when a cached page goes to host memory: as soon as it is proved (write_through), once a "
+        "second prompt has read it (write_through_selective), or when it leaves the device "
+        "(write_back)",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
     max_running_requests: int = setting(
         64,
         "most requests that run at once (default: 64; on a device of its own memory 512, or as "
@@ -317,6 +333,7 @@ class EngineConfig:
             if self.fusions[name] != (state == "on"):
                 raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
         _fraction(self)
+        _tiers(self)
         check_speculation(self)
         check_ranks(self)
 
@@ -353,6 +370,19 @@ def _fraction(config: EngineConfig) -> None:
     if given[1:]:
         raise ConfigError(
             f"{flag_of(given[0])}: leave it out, or {flag_of(given[1])}: both size one cache"
+        )
+
+
+def _tiers(config: EngineConfig) -> None:
+    if not 0 < config.hicache_ratio < 1e6:
+        raise ConfigError(
+            f"--hicache-ratio {config.hicache_ratio:g}: must be above 0, like 2 for twice the KV "
+            "cache of the device"
+        )
+    if config.enable_hierarchical_cache and config.disable_radix_cache:
+        raise ConfigError(
+            "--enable-hierarchical-cache: keeps what --disable-radix-cache forgets: leave one of "
+            "them out"
         )
 
 

@@ -38,6 +38,8 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.kv.tiers.host import HostTier, own_root
+from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
@@ -226,6 +228,11 @@ class Engine:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
         stats.step_seconds = self._step_seconds
+        if (below := self.runner.below) is not None:
+            below.look()
+            saved, loaded = below.saved, below.loaded
+            stats.host_saved_bytes, stats.host_save_seconds = saved.nbytes, saved.seconds
+            stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}
@@ -264,12 +271,15 @@ class _Launched:
 
 def _pages(config: EngineConfig, memory: KvMemory) -> Pages:
     """What one rank starts with, or all of them together."""
-    size, marks = config.page_size, None
+    size, marks, below = config.page_size, None, None
     if config.disable_radix_cache:
         return Pages(PagePool(memory.pages), None, size)
     if memory.states:
         marks = Snapshots(size, config.max_running_requests, memory.snapshots)
-    return Pages(PagePool(memory.pages), PrefixCache(size, marks), size, marks)
+    if config.enable_hierarchical_cache:
+        room = HostRoom.of(config, memory)
+        below = HostTier(room.pages, room.states, config.hicache_write_policy, own_root, marks)
+    return Pages(PagePool(memory.pages), PrefixCache(size, marks, below), size, marks, below)
 
 
 class _Observers:

@@ -106,7 +106,8 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
 
     finish "stop" with `stop_token` set: the last token of `tokens` is an EOS or stop id.
     `prompt_logprobs` comes once, with the first tokens: one entry per prompt position, the first
-    is None. `prefill_seconds` comes with the first tokens, too: from the plan of the request's
+    is None. `cached_by_tier`: where the cached tokens were, "device" or "host"; None without a host
+    tier. `prefill_seconds` comes with the first tokens, too: from the plan of the request's
     first step to now.
     """
 
@@ -117,6 +118,7 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
     finish: str | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] | None = None
     prefill_seconds: float | None = None
 
 
@@ -153,6 +155,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     that leases of other engines keep, and `pages_coming`, which are read from others; `pages_given`
     and `pages_pulled` have gone so far. Of snapshots of states: how many there may be, those that
     later prompts can go on from, how often one did, and those that made room for others. Of
+    host memory: pages that it holds at most, those it has and those that made room for others; of
+    `cached_tokens` those found there; bytes that one rank has saved and loaded, and the seconds
+    from when such copies were queued until a step found them ended. Of
     speculation: `draft_tokens` were verified, `verified` times one request's at once, and
     `accepted_tokens` of them were right. `broken`: choices that ended because the model's logits
     were not finite. Of structured output: processor seconds that masks took, how often a choice sat
@@ -172,6 +177,14 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     snapshots_kept: int = 0
     snapshot_hits: int = 0
     snapshots_evicted: int = 0
+    host_pages_total: int = 0
+    host_pages_kept: int = 0
+    host_pages_evicted: int = 0
+    cached_host_tokens: int = 0
+    host_saved_bytes: int = 0
+    host_loaded_bytes: int = 0
+    host_save_seconds: float = 0.0
+    host_load_seconds: float = 0.0
     pages_held: int = 0
     pages_coming: int = 0
     pages_given: int = 0

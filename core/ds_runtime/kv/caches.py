@@ -38,7 +38,7 @@ def with_pages(caches: Caches, pages: int, where: device) -> Caches:
 
 def copy_states(caches: Caches, copies: Sequence[tuple[int, int]]) -> None:
     """Make (source, target) of blocks of every state group, one copy after the other."""
-    for some in _apart(copies):
+    for some in apart(copies):
         numbers: Tensor | None = None
         for laid, made in caches.states:
             copy = load_attr(laid.layout.copy)
@@ -48,7 +48,7 @@ def copy_states(caches: Caches, copies: Sequence[tuple[int, int]]) -> None:
                 copy(cache, numbers[:, 0].contiguous(), numbers[:, 1].contiguous())
 
 
-def _apart(copies: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+def apart(copies: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     """The copies in runs of which none names a block that another one writes."""
     run, read, written = list[tuple[int, int]](), set[int](), set[int]()
     for source, target in copies:

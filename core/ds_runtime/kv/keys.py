@@ -95,6 +95,10 @@ def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[by
     """The key of every full page: of the one before it, and of its tokens."""
     key = root
     for start in range(0, len(tokens) // page_size * page_size, page_size):
-        page = tokens[start : start + page_size]
-        key = sha256(key + pack(f"<{page_size}i", *page)).digest()
+        key = page_key(key, tokens[start : start + page_size])
         yield key
+
+
+def page_key(above: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a full page of `tokens` behind another one, whose key is `above`."""
+    return sha256(above + pack(f"<{len(tokens)}i", *tokens)).digest()

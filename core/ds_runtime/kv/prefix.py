@@ -11,7 +11,7 @@ bytes are the device's.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -26,15 +26,28 @@ OWN = Realm()
 
 
 class Node:
-    """One cached page. A root holds none (−1); its key is its realm."""
+    """One cached page. A root holds none (−1); its key is its realm. name: as in `kv.keys`, where
+    pages go below the device, and none once no later prompt is to match it.
+    """
 
-    __slots__ = ("children", "is_cut", "is_proved", "key", "num_refs", "page", "parent", "stamp")
+    __slots__ = (
+        "children",
+        "is_cut",
+        "is_proved",
+        "key",
+        "name",
+        "num_refs",
+        "page",
+        "parent",
+        "stamp",
+    )
 
     def __init__(self, parent: Node | None, key: tuple[Any, ...], page: int) -> None:
         self.is_cut = False  # its parent knows it no more: it is for those alone that read it
         self.is_proved = page < 0  # logits that were computed from it, and those above, are finite
         self.parent = parent
         self.key = key
+        self.name = b""
         self.page = page
         self.children: dict[tuple[Any, ...], Node] = {}
         self.num_refs = 0
@@ -42,27 +55,50 @@ class Node:
 
 
 class Match(NamedTuple):
-    """A path into the tree: its deepest node and its pages from the root down."""
+    """A path into the tree: its deepest node and its pages from the root down. behind: names of the
+    pages that follow below the device.
+    """
 
     node: Node
     pages: list[int]
+    behind: tuple[bytes, ...] = ()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) + len(self.behind)
 
 
 class Marks(Protocol):
     """What is kept at some nodes, where a request cannot go on from every one."""
 
-    def resumable(self, found: Match) -> Match: ...
+    def resumable(self, found: Match, everywhere: bool) -> Match: ...
     def lose(self, node: Node) -> None: ...
+
+
+class Below(Protocol):
+    """Where pages lie that the device has no room for: see `kv.tiers.host.HostTier`."""
+
+    def root(self, realm: Realm) -> bytes: ...
+    def name(self, above: bytes, tokens: Sequence[int]) -> bytes: ...
+    def behind(self, found: Match, tokens: Sequence[int], size: int) -> Match: ...
+    def proved(self, nodes: Iterable[Node]) -> None: ...
+    def used(self, node: Node) -> None: ...
+    def leaving(self, node: Node) -> None: ...
+    def discard(self, known: Iterable[Node], others: Iterable[Node]) -> None: ...
+    def flush(self) -> None: ...
 
 
 class PrefixCache:
     """The tree. Pages enter by `extend` and leave by `evict`, `flush` or `discard`. marks: of the
-    nodes that a prompt may go on from; None: any.
+    nodes that a prompt may go on from; None: any. below: where pages go from here; None: nowhere.
     """
 
-    def __init__(self, page_size: int, marks: Marks | None = None) -> None:
+    def __init__(
+        self, page_size: int, marks: Marks | None = None, below: Below | None = None
+    ) -> None:
         self.page_size = page_size
         self.marks = marks
+        self.below = below
         self.num_evictable = 0
         self._roots: dict[tuple[Any, ...], Node] = {}  # those that are read, or have pages
         self._nodes: dict[int, Node] = {}  # page → node
@@ -76,16 +112,23 @@ class PrefixCache:
 
     def root(self, realm: Realm = OWN) -> Node:
         """Above all pages of a realm. A new one stays only once it is locked, or has pages."""
-        return self._roots.get(realm) or Node(None, realm, -1)
+        if (known := self._roots.get(realm)) is not None:
+            return known
+        made = Node(None, realm, -1)
+        if self.below is not None:
+            made.name = self.below.root(realm)
+        return made
 
-    def match(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
+    def match(self, tokens: Sequence[int], realm: Realm = OWN, everywhere: bool = False) -> Match:
         """The longest cached beginning of `tokens` that leaves at least one token to compute, and
-        that a request can go on from.
+        that a request can go on from. everywhere: also of what lies below the device.
 
         Takes no reference: `lock` the node before anything is evicted.
         """
         found = self.find(tokens, realm)
-        return found if self.marks is None else self.marks.resumable(found)
+        if everywhere and self.below is not None:
+            found = self.below.behind(found, tokens, self.page_size)
+        return found if self.marks is None else self.marks.resumable(found, everywhere)
 
     def find(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
         """As `match`, whether a request can go on from there or not."""
@@ -133,7 +176,7 @@ class PrefixCache:
         """
         size = self.page_size
         assert len(tokens) == len(pages) * size, f"{len(tokens)} tokens in {len(pages)} full pages"
-        path, duplicates = [], []
+        path, duplicates, made = list[int](), list[int](), list[Node]()
         for i, page in enumerate(pages):
             key = tuple(tokens[i * size : (i + 1) * size])
             child = node.children.get(key)
@@ -141,19 +184,27 @@ class PrefixCache:
                 assert page not in self._nodes, f"page {page} enters the prefix cache twice"
                 child = node.children[key] = self._nodes[page] = Node(node, key, page)
                 child.num_refs, child.is_proved = 1, proved and node.is_proved
+                if self.below is not None and node.name:
+                    child.name = self.below.name(node.name, key)
+                    made.append(child)
             else:
                 duplicates.append(page)
                 self._refer(child)
             node = child
             path.append(node.page)
+        if made and made[0].is_proved and self.below is not None:
+            self.below.proved(made)
         return Match(node, path), duplicates
 
     def prove(self, node: Node) -> None:
         """Logits that were computed from `node` and all above it are finite."""
-        step: Node | None = node
-        while step is not None and not step.is_proved:
+        step, found = node, list[Node]()
+        while not step.is_proved and step.parent is not None:
             step.is_proved = True
+            found.append(step)
             step = step.parent
+        if found and self.below is not None:
+            self.below.proved(reversed(found))
 
     def discard(self, node: Node, known: int) -> list[int]:
         """Logits that were computed from `node` and all above it are not finite: whoever did had
@@ -168,6 +219,8 @@ class PrefixCache:
             for one in path:
                 self.marks.lose(one)
         first = next((i for i, n in enumerate(path) if i >= known or not n.is_proved), len(path))
+        if self.below is not None:
+            self.below.discard(path[:first], _nameless(path[first : first + 1]))
         if first == len(path):
             return []
         top, parent = path[first], path[first].parent
@@ -191,6 +244,8 @@ class PrefixCache:
             if not self._is_loose(node) or node.stamp != stamp:
                 continue
             dropped.append(node.page)
+            if self.below is not None:
+                self.below.leaving(node)
             self._drop(node)
         return dropped
 
@@ -213,6 +268,10 @@ class PrefixCache:
         Pages that running requests read stay until those end, out of reach of new ones.
         """
         dropped = self.evict(self.num_evictable)
+        if self.below is not None:
+            self.below.flush()
+            for node in (*self._nodes.values(), *self._roots.values()):
+                node.name = b""
         self._roots = {}
         return dropped
 
@@ -269,3 +328,13 @@ class PrefixCache:
             evictable += node.num_refs == 0
         assert evictable == self.num_evictable
         return frozenset(self._nodes)
+
+
+def _nameless(nodes: Iterable[Node]) -> Iterator[Node]:
+    """These and all below them, which lose their names behind it."""
+    left = [*nodes]
+    while left:
+        node = left.pop()
+        left += node.children.values()
+        yield node
+        node.name = b""

@@ -8,6 +8,7 @@ from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, PrefixCache
 from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.kv.tiers.host import HostTier
 
 
 class Guests(Protocol):
@@ -25,7 +26,8 @@ class Pages:
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
     Pages of prompts that running requests will bring into `prefix` are known by their beginnings.
     `snapshots`: where a request keeps more than pages, and there is a prefix cache. `guests` go
-    before a running request is preempted, or one waits though none runs.
+    before a running request is preempted, or one waits though none runs. `below`: the prefix
+    cache's, where pages have a place in host memory.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Pages:
         prefix: PrefixCache | None,
         page_size: int,
         snapshots: Snapshots | None = None,
+        below: HostTier | None = None,
     ) -> None:
         self.pool = pool
         self.prefix = prefix
@@ -41,6 +44,7 @@ class Pages:
         self.page_size = page_size
         self.num_running = 0
         self.guests: Guests | None = None
+        self.below = below
         self._coming: dict[int, Holder] = {}
 
     @property
@@ -54,13 +58,20 @@ class Pages:
             return None
         if not reads_cache:
             return Match(self.prefix.root(request.realm), [])
-        return self.prefix.match(request.tokens(0, request.total_len), request.realm)
+        return self.prefix.match(request.tokens(0, request.total_len), request.realm, True)
+
+    def by_tier(self, request: Holder) -> dict[str, int] | None:
+        """Where the cached tokens of a request that begins to run were."""
+        if self.below is None:
+            return None
+        host = request.num_loaded * self.page_size
+        return {"device": request.num_computed - host, "host": host}
 
     def ahead(self, request: Holder, known: Match | None) -> tuple[int, Holder | None]:
         """How many pages of its prompt the request need not compute here, and who computes the last
         of them, if `known`, what is cached, has it not.
         """
-        size, count = self.page_size, len(known.pages) if known else 0
+        size, count = self.page_size, known.num_pages if known else 0
         found: tuple[int, Holder | None] = count, None
         while self._coming and (count + 1) * size < request.prompt_len:
             by = self._coming.get(request.beginning(count, size))
@@ -94,10 +105,12 @@ class Pages:
         known: what `match` found just now, which is not computed again. As many pages as requests
         run here must be left, if only by eviction: fewer preemptions right afterwards.
         """
-        prefix, pages = self.prefix, list[int]()
+        prefix, pages, slots = self.prefix, list[int](), list[int]()
         if prefix and known:
             pages = known.pages
             prefix.lock(known.node)
+            if self.below is not None:
+                slots = self.below.hold(known)
         needed = -(-request.total_len // self.page_size) - len(pages)
         if not self._make_room(needed, self.num_running):
             if prefix and known:
@@ -106,13 +119,28 @@ class Pages:
         request.row = row
         request.node, request.num_shared = known.node if known else None, len(pages)
         request.pages = pages + self.pool.alloc(needed)
-        request.num_computed = len(pages) * self.page_size
+        if self.below is not None and request.node is not None:
+            self._load(request, slots)
+            self.below.read(request.node)
+        request.num_computed = request.num_shared * self.page_size
         self.num_running += 1
         if prefix:
             self._announce(request)
         if self.snapshots is not None:
             self.snapshots.start(request)
         return True
+
+    def _load(self, request: Holder, slots: list[int]) -> None:
+        """Bring what lies below the device behind the request's path to its next pages."""
+        assert self.prefix is not None and self.below is not None and request.node is not None
+        first, size = request.num_shared, self.page_size
+        last = first + len(slots)
+        mine, tokens = request.pages[first:last], request.tokens(first * size, last * size)
+        path, twins = self.prefix.extend(request.node, tokens, mine, proved=True)
+        assert not twins, "what the tree has is matched there"
+        request.node, request.num_shared = path.node, last
+        self.below.load(slots, mine)
+        request.num_loaded = len(slots)
 
     def grow(self, request: Holder) -> bool:
         """A page for the next token if it needs one; False if there is none."""
@@ -145,8 +173,12 @@ class Pages:
 
     def lend(self, count: int) -> list[int] | None:
         """Pages for what comes from elsewhere; None where as many cannot be spared."""
-        spared = not count or self._make_room(count, self.num_running + 1)
-        return self.pool.alloc(count) if spared else None
+        if count and not self._make_room(count, self.num_running + 1):
+            return None
+        pages = self.pool.alloc(count)
+        if self.below is not None:
+            self.below.cancel(pages)
+        return pages
 
     def release(self, request: Holder) -> None:
         """Take its pages back."""
@@ -156,6 +188,8 @@ class Pages:
         if request.node is not None and self.prefix is not None:
             self._came(request, request.num_shared, len(request.pages))
             self.prefix.unlock(request.node)
+            if self.below is not None:
+                self.below.used(request.node)
         self.pool.free(request.pages[request.num_shared :])
         request.node = None
         request.pages, request.num_shared, request.num_computed = [], 0, 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.pages import PagePool
@@ -33,17 +34,25 @@ class Pin:
     node: Node
     block: int
     stands: bool = True
+class StatesBelow(Protocol):
+    """Where snapshots lie that the device has no room for: see `kv.tiers.host.HostTier`."""
+    def has_state(self, name: bytes) -> bool: ...
+    def state(self, name: bytes) -> int: ...
+    def adopted(self, node: Node) -> None: ...
+    def losing(self, node: Node) -> None: ...
 
 
 class Snapshots:
     """The snapshots of one rank: `count` at most, behind `rows` requests' blocks and a spare one.
 
     A prompt has them at every `TOKENS` tokens and at its last page that it does not fill; behind it
-    a request renews one with every page, which is the last one's when it ends.
+    a request renews one with every page, which is the last one's when it ends. below: where they
+    go from here; None: nowhere. In copies −1 − n is slot n there.
     """
 
     def __init__(self, page_size: int, rows: int, count: int) -> None:
         self.page_size = page_size
+        self.below: StatesBelow | None = None
         self.pool = PagePool(count)
         self._first = rows + 1
         self._every = -(-TOKENS // page_size) * page_size
@@ -60,16 +69,28 @@ class Snapshots:
         """How many nodes have one."""
         return len(self._new) + len(self._read)
 
-    def resumable(self, found: Match) -> Match:
-        """The part of a path that a request can go on from: up to its last node with a snapshot."""
+    def resumable(self, found: Match, everywhere: bool) -> Match:
+        """The part of a path that a request can go on from: up to its last node with a snapshot.
+        everywhere: or up to a page with one below the device.
+        """
+        below = self.below if everywhere else None
+        behind = found.behind
+        while behind and (below is None or not below.has_state(behind[-1])):
+            behind = behind[:-1]
+        if behind:
+            return found._replace(behind=behind)
         node, pages = found.node, found.pages
         while node.parent is not None and node not in self:
+            if below is not None and below.has_state(node.name):
+                break
             node = node.parent
             pages = pages[:-1]
         return Match(node, pages)
 
     def lose(self, node: Node) -> None:
         """The node leaves, or nothing goes on from it."""
+        if self.below is not None and node in self:
+            self.below.losing(node)
         if (block := self._forget(node)) >= 0:
             self.give(block)
         for pin in self._pinned.pop(node, []):
@@ -112,6 +133,8 @@ class Snapshots:
             self.give(block)
         if node not in self._read:
             self._new[node] = self._new.pop(node, block)
+        if self.below is not None:
+            self.below.adopted(node)
 
     def give(self, block: int) -> None:
         """It is free."""
@@ -135,7 +158,7 @@ class Snapshots:
         node = request.node
         if request.num_shared and node is not None:
             self.num_hits += 1
-            self._copies.append((self._use(node), request.row))
+            self._copies.append((self._source(node), request.row))
             request.snapshot_at = request.num_computed
 
     def advance(self, request: Holder) -> None:
@@ -188,6 +211,16 @@ class Snapshots:
     def _forget(self, node: Node) -> int:
         """Its block, −1 if it has none."""
         return self._read.pop(node, self._new.pop(node, -1))
+
+    def note(self, source: int, target: int) -> None:
+        """A copy of a block, behind those noted so far."""
+        self._copies.append((source, target))
+
+    def _source(self, node: Node) -> int:
+        """What a prompt goes on from there."""
+        if node in self or self.below is None:
+            return self._use(node)
+        return self.below.state(node.name)
 
     def _use(self, node: Node) -> int:
         """Its block. A prompt goes on from there."""

@@ -40,11 +40,14 @@ class Completion:
 
 @dataclass(slots=True)
 class Usage:
-    """Counts of tokens; `cached_tokens` of the prompt came from the prefix cache."""
+    """Counts of tokens; `cached_tokens` of the prompt came from the prefix cache. `cached_by_tier`:
+    where these were, "device" or "host", with --enable-hierarchical-cache.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -114,4 +117,5 @@ class PendingChoice:
             self.output.prompt_logprobs = message.prompt_logprobs
         if done.index == 0:
             usage.cached_tokens = message.cached_tokens
+            usage.cached_by_tier = message.cached_by_tier
         return ended

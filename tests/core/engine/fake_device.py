@@ -17,6 +17,7 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.kv.tiers.host import THROUGH, HostTier, own_root
 from ds_runtime.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -90,6 +91,7 @@ class FakeDevice:
         self.rows: dict[int, Row] = {}
         self.last_tokens = [POISON] * max_running
         self.drafts: dict[int, list[int]] = {}  # of a row, behind its last token
+        self.host: dict[tuple[int, int], list[int]] = {}  # by rank and slot
 
     def prepare(self, rig: Rig) -> None:
         """The rig is there."""
@@ -98,7 +100,20 @@ class FakeDevice:
         for page in pages:
             self.caches[rank][page] = [POISON] * self.page_size
 
+    def save(self, plan: StepPlan) -> None:
+        for group, page, slot in plan.saves:
+            self.host[group, slot] = [*self.caches[group][page]]
+
+    @staticmethod
+    def saves_late(plan: StepPlan) -> bool:
+        """As late as may be: what it saves may be read behind its writes, but in front of loads."""
+        return not (plan.hurried or plan.loads)
+
     def launch(self, plan: StepPlan) -> StepResult:
+        if not self.saves_late(plan):
+            self.save(plan)
+        for group, slot, page in plan.loads:
+            self.caches[group][page] = [*self.host[group, slot]]
         for init in plan.init:
             self.rows[init.row] = Row(init, init.prompt + init.output)
         writes = [self._slots(w, w.start) for w in plan.works]
@@ -110,6 +125,8 @@ class FakeDevice:
         for work, slots, tokens in zip(plan.works, writes, inputs, strict=True):
             for (page, row), token in zip(slots, tokens, strict=True):
                 self.caches[work.group][page][row] = token
+        if self.saves_late(plan):
+            self.save(plan)
         return StepResult(step=plan.step, works=[self._run(w, plan.drafts) for w in plan.works])
 
     def _slots(self, work: Work, start: int):
@@ -193,15 +210,19 @@ class Rig:
         overlap: int = 0,
         ranks: int = 1,
         snapshots: int | None = None,
+        host: int = 0,
+        write: str = THROUGH,
         make=FakeDevice,
         **limits,
     ) -> None:
-        """snapshots: of what requests keep beside pages; None: they keep nothing. make: the device,
-        of pages, their size, rows, ranks and drafts.
+        """snapshots: of what requests keep beside pages; None: they keep nothing. host: slots of
+        host memory for pages, and for states, under a write policy. make: the device, of pages,
+        their size, rows, ranks and drafts.
         """
         values = {"context_length": 200, "max_running": 8, "eos": (EOS,), **limits}
         values.setdefault("draft_room", max(0, values.get("drafts", 0) - 1))
         self.limits = SchedulerLimits(vocab_size=VOCAB, page_size=page_size, **values)
+        self.host, self.write = host, write
         self.ranks = [self._pages(num_pages, page_size, prefix, snapshots) for _ in range(ranks)]
         self.pool, self.prefix = self.ranks[0].pool, self.ranks[0].prefix
         self.scheduler = Scheduler(self.limits, self.ranks)
@@ -220,7 +241,10 @@ class Rig:
         if not prefix:
             return Pages(PagePool(count), None, size)
         marks = None if snapshots is None else Snapshots(size, self.limits.max_running, snapshots)
-        return Pages(PagePool(count), PrefixCache(size, marks), size, marks)
+        below = None
+        if self.host:
+            below = HostTier(self.host, self.host, self.write, own_root, marks)
+        return Pages(PagePool(count), PrefixCache(size, marks, below), size, marks, below)
 
     def submit(
         self,
@@ -316,6 +340,8 @@ class Rig:
             held += cached
             here = [r for r in self.scheduler.running if r.group == rank]
             assert pages.num_running == len(here)
+            if pages.below is not None:
+                pages.below.check()
             if pages.snapshots is not None:
                 pages.snapshots.check([*here, *map(Brings, blocks)])
             for request in here:

@@ -17,11 +17,13 @@ from torch import Tensor
 from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.kv.caches import allocate, copy_states
+from ds_runtime.kv.caches import allocate
+from ds_runtime.kv.tiers.copies import HostCopies
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import CacheGroup, HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.kernel import Layout
+from ds_runtime.platform.page_copies import TorchPageCopies
 
 PRIME, LAYERS, WINDOW, RATIO = 2**31 - 1, 2, 16, 4
 FAR = HistoryGroup("far", tuple(range(LAYERS)), ratio=RATIO)
@@ -102,6 +104,8 @@ class ToyDevice(FakeDevice):
         laid = [LaidGroup(g, NUMBERS, g.within(facts, undo)) for g in self.groups]
         snapshots = [p.snapshots.pool.num_pages if p.snapshots else 0 for p in rig.ranks]
         self.toys = [allocate(laid, rig.pool.num_pages, rows + n, CPU) for n in snapshots]
+        copies = TorchPageCopies(CPU)
+        self.below = [HostCopies(toy, rig.host, rig.host, copies) for toy in self.toys]
         pages = -(-limits.context_length // self.page_size) + 1
         self.inputs = StepInputs(
             self.page_size, pages, limits.context_length, self.last, 4096, self.width, stateful=True
@@ -115,9 +119,13 @@ class ToyDevice(FakeDevice):
             self.toys[rank].of("far", layer)[some] = POISON
 
     def launch(self, plan: StepPlan) -> StepResult:
-        for rank, caches in enumerate(self.toys):
+        for rank in range(len(self.toys)):
+            below, late = self.below[rank], self.saves_late(plan)
+            saves = [(page, slot) for at, page, slot in plan.saves if at == rank]
+            loads = [(slot, page) for at, slot, page in plan.loads if at == rank]
+            below.begin([] if late else saves, loads, plan.hurried)
             if not self.loses_copies:
-                copy_states(caches, [(s, t) for at, s, t in plan.copies if at == rank])
+                below.move_states([(s, t) for at, s, t in plan.copies if at == rank])
             self._poison_states(rank)
             if works := [w for w in plan.works if w.group == rank]:
                 sent = Upload(CPU)
@@ -126,6 +134,8 @@ class ToyDevice(FakeDevice):
                 batch = added.batch(sent, {})
                 read_last_tokens(batch, self.last, batch.num_decode)
                 self._forward(rank, works, batch)
+            below.end()
+            below.begin(saves if late else [], [], True)
         result = super().launch(plan)
         for work in plan.works:
             if work.sample:

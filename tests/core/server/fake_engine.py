@@ -209,6 +209,7 @@ class FakeEngine:
             finish=finish,
             stop_token=stop,
             cached_tokens=4,
+            cached_by_tier={"device": 1, "host": 3} if job.order == "tiers" else None,
         )
 
 

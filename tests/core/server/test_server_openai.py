@@ -18,6 +18,14 @@ def ask(client, order, **kwargs):
     return client.chat.completions.create(model="fake", messages=messages, **kwargs)
 
 
+def test_cached_tokens_are_told_by_tier_where_there_are_some(client):
+    details = ask(client, "[tiers so]", n=2).usage.prompt_tokens_details
+    assert details.cached_tokens == 4
+    assert details.cached_tokens_details == {"device": 1, "host": 3}
+    plain = ask(client, "[say so]").usage.prompt_tokens_details
+    assert not hasattr(plain, "cached_tokens_details")
+
+
 def test_chat(client, served):
     answer = ask(client, "[say Hello, 你好!]")
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")

@@ -180,8 +180,9 @@ class PrefillGraph:
         self._rows.fill(batch)
         n = batch.num_tokens
         out, selection = self._rows.attended[:n], self._model.selection(batch)
-        for replay, cut in self._pieces:
+        for layer, (replay, cut) in enumerate(self._pieces):
             replay()
+            self._caches.reach(layer)
             if n:  # else other ranks have all rows
                 self._model.attend(cut, batch, selection, out)
         if not every and (few := self._model.few(batch)) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,8 @@ from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate, copy_states, with_pages
+from ds_runtime.kv.tiers.copies import HostCopies
+from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.world import World
@@ -114,6 +116,13 @@ class Runner:
             cache.fill_(float("nan") if cache.is_floating_point() else 255)
         for cache in self.caches if captures else ():
             cache[-1].zero_()  # the spare page
+        self.below: HostCopies | None = None
+        if self.config.enable_hierarchical_cache:
+            host, copies = (
+                HostRoom.of(self.config, self.memory),
+                self.platform.page_copies(local_rank),
+            )
+            self.below = HostCopies(self.caches, host.pages, host.states, copies)
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
             assembly, self.parts, world.size, local_rank, captures, self.checking
@@ -223,12 +232,14 @@ class Runner:
         """alone: what runs it, over caches of its own."""
         for init in plan.init:
             self.sampler.start(init)
-        if plan.copies:
-            group = self.parts.exchange.group
-            copy_states(self.caches, [(s, t) for at, s, t in plan.copies if at == group])
+        self._copy(plan)
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
+        if isinstance(program, Captured) and self.caches.arriving is not None:
+            self.caches.arriving.wait()  # a replay asks for no layer
         rest = program.run(handle)
+        if self.below is not None:
+            self.below.end()
         if rest is not None:
             if self.rank == 0 and isinstance(program, Captured):
                 self._unfinished = handle, rest
@@ -237,6 +248,23 @@ class Runner:
         if self.rank == 0 and handle.arriving is None:
             handle.download()  # nobody collects elsewhere
         return handle
+
+    def _copy(self, plan: StepPlan) -> None:
+        """What a step begins with."""
+        group = self.parts.exchange.group
+        if self.below is not None:
+            saves = [(page, slot) for at, page, slot in plan.saves if at == group]
+            loads = [(slot, page) for at, slot, page in plan.loads if at == group]
+            self.below.begin(saves, loads, plan.hurried)
+        if plan.copies:
+            self.move_states([(s, t) for at, s, t in plan.copies if at == group])
+
+    def move_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Make copies of states that a plan names."""
+        if self.below is None:
+            copy_states(self.caches, copies)
+        else:
+            self.below.move_states(copies)
 
     def _over(self, pages: int) -> OpByOp:
         """What runs steps over pages of their own, before there are requests."""

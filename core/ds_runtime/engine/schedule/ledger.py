@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ds_runtime.common.balance import most_beside
 from ds_runtime.engine.schedule.request import Request
+from ds_runtime.engine.step.plan import StepPlan
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.rank_pages import Pages
 
@@ -51,6 +52,20 @@ class Holdings:
         """That one request can have."""
         return min(pages.pool.num_pages for pages in self.groups)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of snapshots and of host memory, as Stats names them."""
+        made, below = self.snapshots, [pages.below for pages in self.groups if pages.below]
+        return {
+            "snapshots_total": sum(one.pool.num_pages for one in made),
+            "snapshots_kept": sum(one.num_kept for one in made),
+            "snapshot_hits": sum(one.num_hits for one in made),
+            "snapshots_evicted": sum(one.num_evicted for one in made),
+            "host_pages_total": sum(one.pages.count for one in below),
+            "host_pages_kept": sum(len(one.pages) for one in below),
+            "host_pages_evicted": sum(one.pages.num_evicted for one in below),
+        }
+
     def take(self, request: Request, reads_cache: bool) -> bool:
         """A row, and pages on one group for all that the request has to compute; False if no group
         has enough, or if another request computes the beginning of its prompt just now: it is
@@ -83,10 +98,16 @@ class Holdings:
                 return True
         return False
 
-    def copies(self) -> list[tuple[int, int, int]]:
-        """(group, source, target) of blocks that are copied in front of the next step, in order."""
-        groups = [(group, pages.snapshots) for group, pages in enumerate(self.groups)]
-        return [(group, *pair) for group, made in groups if made for pair in made.drain()]
+    def drain(self, plan: StepPlan) -> None:
+        """Tell a plan what is to be copied in front of its step."""
+        for group, pages in enumerate(self.groups):
+            if pages.snapshots is not None:
+                plan.copies += [(group, *pair) for pair in pages.snapshots.drain()]
+            if pages.below is not None:
+                noted = pages.below.drain()
+                plan.saves += [(group, *pair) for pair in noted.saves]
+                plan.loads += [(group, *pair) for pair in noted.loads]
+                plan.hurried |= noted.hurried
 
     def of(self, request: Request) -> Pages:
         """The pages of the group that has a running request."""

@@ -53,7 +53,8 @@ class Request:
     `drafts` where a guide needs to know them, with `draft_parents` where they are a tree;
     `is_verifying`: how many of them were right is not known, and so not where the sequence ends.
     `is_following`: its guide is on its way behind the last tokens. `behind`: who computes the first
-    `behind_pages` pages of this prompt, while this request waits to read them.
+    `behind_pages` pages of this prompt, while this request waits to read them. `num_loaded`: pages
+    that came from below the device when it began to run; `cached_by_tier`: see `Tokens`.
     """
 
     rid: str
@@ -94,6 +95,8 @@ class Request:
     behind_pages: int = 0
     beginnings: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
+    num_loaded: int = 0
+    cached_by_tier: dict[str, int] | None = None
     admitted: float = 0.0
 
     @staticmethod
@@ -144,6 +147,7 @@ class Request:
         what its guide says of them.
         """
         message = Tokens(rid=self.rid, tokens=[], cached_tokens=self.cached_tokens or 0)
+        message.cached_by_tier = self.cached_by_tier
         if not self.output:
             message.prefill_seconds = time.monotonic() - self.admitted
         for index, token in enumerate(tokens):

@@ -107,13 +107,9 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
-        snapshots = self.holdings.snapshots
         return msgspec.structs.replace(
             self._stats,
-            snapshots_total=sum(made.pool.num_pages for made in snapshots),
-            snapshots_kept=sum(made.num_kept for made in snapshots),
-            snapshot_hits=sum(made.num_hits for made in snapshots),
-            snapshots_evicted=sum(made.num_evicted for made in snapshots),
+            **self.holdings.counts,
             running=len(self.running),
             waiting=len(self.waiting),
             pages_free=self.holdings.num_free,
@@ -166,7 +162,7 @@ class Scheduler:
                 break
         if not plan.works:
             return None
-        plan.copies = self.holdings.copies()
+        self.holdings.drain(plan)
         self._sizing.launched(room)
         self._stats.steps += 1
         self._in_flight.append((plan.step, planned))
@@ -286,6 +282,8 @@ class Scheduler:
             request.admitted = time.monotonic()
             self._stats.prompt_tokens += request.prompt_len
             self._stats.cached_tokens += request.num_computed
+            request.cached_by_tier = found = self.holdings.of(request).by_tier(request)
+            self._stats.cached_host_tokens += found["host"] if found else 0
         return True
 
     # ---- after a step ----

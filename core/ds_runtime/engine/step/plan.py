@@ -84,13 +84,18 @@ class PutAdapter(msgspec.Struct, tag=True):
 class StepPlan(msgspec.Struct, tag=True, kw_only=True):
     """What to compute now. `drafts`: tokens to draft behind each sampled one, in the same step.
     `copies`: before that (group, source, target): on the ranks of this group a block of every state
-    becomes what another one is, in this order.
+    becomes what another one is, in this order; −1 − n is slot n of host memory. `saves` (group,
+    page, slot) and `loads` (group, slot, page): in front of the step, too, pages go to host memory,
+    and then from there. `hurried`: the step may write to pages that it saves.
     """
 
     step: int
     works: list[Work]
     init: list[RowInit] = []
     copies: list[tuple[int, int, int]] = []
+    saves: list[tuple[int, int, int]] = []
+    loads: list[tuple[int, int, int]] = []
+    hurried: bool = False
     drafts: int = 0
 
 

@@ -15,7 +15,6 @@ from typing import Protocol
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.kv.budget import KvMemory
-from ds_runtime.kv.caches import copy_states
 from ds_runtime.kv.digest import weights_digest
 from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import Realm
@@ -44,6 +43,8 @@ class HasCaches(Protocol):
     caches: Caches
     num_pages: int
     memory: KvMemory
+
+    def move_states(self, copies: Sequence[tuple[int, int]]) -> None: ...
 
 
 class Desk:
@@ -167,7 +168,7 @@ class Desk:
 
         def settle() -> None:
             if snapshots is not None and (noted := snapshots.drain()):
-                copy_states(rank.caches, noted)
+                rank.move_states(noted)
 
         return Handover(pages, transfer, settle)
 

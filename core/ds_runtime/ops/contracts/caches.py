@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.kernel import Layout
@@ -177,11 +177,24 @@ class CacheSizes:
         )
 
 
+class Arriving(Protocol):
+    """Pages that are on their way to the caches."""
+
+    def layer(self, layer: int) -> None:
+        """What is queued from now on runs once those of this layer are there."""
+
+    def wait(self) -> None:
+        """What is queued from now on runs once all are there."""
+
+
 class Caches:
-    """The tensors of all groups: one for each layer that has a cache, group by group."""
+    """The tensors of all groups: one for each layer that has a cache, group by group. arriving:
+    what a step waits for, layer by layer as it reads them; None: everything is there.
+    """
 
     def __init__(self, groups: Iterable[tuple[LaidGroup, Mapping[int, Tensor]]]) -> None:
         self.groups = tuple(groups)
+        self.arriving: Arriving | None = None
         self._by_layer = {
             laid.group.name: {**made, **{n: made[other] for n, other in laid.group.reads}}
             for laid, made in self.groups
@@ -197,7 +210,15 @@ class Caches:
 
     def of(self, group: str, layer: int) -> Tensor:
         """The cache that a layer reads. Raises KeyError where it has none of this group."""
+        self.reach(layer)
         return self._by_layer[group][layer]
+
+    def reach(self, layer: int) -> None:
+        """A step goes on with this layer: it waits for what comes, a cache of another one that it
+        reads included."""
+        if self.arriving is not None:
+            for laid, _ in self.groups:
+                self.arriving.layer(dict(laid.group.reads).get(layer, layer))
 
     def get(self, group: str, layer: int) -> Tensor | None:
         """The cache that a layer reads, None where it has none of this group."""

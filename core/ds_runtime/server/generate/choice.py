@@ -49,6 +49,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] | None = None
     started: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -83,6 +84,7 @@ class Choice:
         self.tokens += tokens
         self.logprobs += logprobs
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
+        self.cached_by_tier = self.cached_by_tier or message.cached_by_tier
         events = self._parse(delta.text, len(tokens))
         if delta.finished:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -174,6 +174,18 @@ class Run:
             cached[key] = max(cached.get(key, 0), c.cached_tokens)
         return sum(cached.values())
 
+    def cached_by_tier(self, choices: Sequence[Choice]) -> dict[str, int] | None:
+        """Where those of some choices' prompts were, if there is more than one place."""
+        most: dict[int, dict[str, int]] = {}
+        for c in choices:
+            if (told := c.cached_by_tier) is not None:
+                known = most.get(id(c.prompt), told)
+                most[id(c.prompt)] = max(known, told, key=lambda one: sum(one.values()))
+        if not most:
+            return None
+        tiers = dict.fromkeys(tier for told in most.values() for tier in told)
+        return {tier: sum(told.get(tier, 0) for told in most.values()) for tier in tiers}
+
     @property
     def generated_tokens(self) -> int:
         """Of all choices so far."""
@@ -198,6 +210,8 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         choices = self.choices if only is None else [only]
+        if (by_tier := self.cached_by_tier(choices)) is not None:
+            usage["prompt_tokens_details"]["cached_tokens_details"] = by_tier
         if parsers := [c.parser for c in choices if c.parser is not None]:
             reasoning = sum(p.reasoning_tokens for p in parsers)
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}

@@ -65,5 +65,6 @@ def joined(first: Tokens, then: Tokens) -> Tokens:
         finish=then.finish,
         stop_token=then.stop_token,
         cached_tokens=max(first.cached_tokens, then.cached_tokens),
+        cached_by_tier=first.cached_by_tier or then.cached_by_tier,
         prefill_seconds=then.prefill_seconds if prefill is None else prefill,
     )

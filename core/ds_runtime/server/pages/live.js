@@ -20,6 +20,7 @@ export const TILES = [
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
   ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
   ["Snapshots, kept / gone on from / lost", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
+  ["Host memory, pages kept / tokens found there", host, (v, c) => (v === null ? "–" : found(v, c))],
   ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -41,6 +42,14 @@ function snapshots(c) {
 function several(kept, c) {
   const told = ["state_snapshot_hits_total", "state_snapshots_evicted_total"];
   return [kept, ...told.map((name) => read(c.now, name))].map(whole).join(" / ");
+}
+
+function host(c) {
+  return read(c.now, "host_pages") ? read(c.now, "host_pages_kept") : null;
+}
+
+function found(kept, c) {
+  return [kept, read(c.now, "prefix_cache_host_hits_total")].map(whole).join(" / ");
 }
 
 function chunk(c) {

@@ -232,6 +232,8 @@ class GenerateFormat(Chunks):
             "completion_tokens": len(tokens),
             "cached_tokens": choice.cached_tokens,
         }
+        if choice.cached_by_tier is not None:
+            meta["cached_tokens_details"] = choice.cached_by_tier
         if choice.params.logprobs is not None:
             meta |= self._logprobs(choice, told)
         if choice.finish_reason is not None:

@@ -1,0 +1,1 @@
+"""KV beyond the device: which pages and states lie in host memory, and how they get there."""

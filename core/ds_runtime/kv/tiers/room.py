@@ -1,0 +1,36 @@
+"""How many pages and states host memory holds on one rank. Pure arithmetic; torch-free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ds_runtime.common.progress import amount
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.kv.budget import KvMemory
+
+GB = 10**9
+
+
+class HostRoom(NamedTuple):
+    """Slots for pages, and for snapshots of states: in the proportion that the device has them."""
+
+    pages: int = 0
+    states: int = 0
+
+    @staticmethod
+    def of(config: EngineConfig, memory: KvMemory) -> HostRoom:
+        """None of either unless they are asked for. Raises ConfigError for room for no page."""
+        if not config.enable_hierarchical_cache:
+            return HostRoom()
+        ratio = config.hicache_ratio
+        kept = memory.pages * memory.sizes.page + memory.snapshots * memory.sizes.state
+        if config.hicache_size:
+            ratio = config.hicache_size * GB / kept
+        made = HostRoom(int(ratio * memory.pages), int(ratio * memory.snapshots))
+        if not made.pages or (memory.snapshots and not made.states):
+            raise ConfigError(
+                f"--hicache-ratio {ratio:g}: of {amount(kept)} on the device, host memory would "
+                "hold no page, or no state: give more"
+            )
+        return made
