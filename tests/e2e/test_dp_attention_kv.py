@@ -18,7 +18,8 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import lora_bytes, needed_bytes
 from ds_runtime.assembly.plan import difference, render
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.structure import Ranks, adaptable_modules
+from ds_runtime.description.adapter import adaptable_modules
+from ds_runtime.description.structure import Ranks
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit

@@ -42,6 +42,7 @@ from ds_runtime.ops.contract import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.mesh import AXES, Mesh
+from ds_runtime.parallel.placement import check_experts
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.asking import check_outside
 from ds_runtime.plugins.described_devices import describe
@@ -86,7 +87,8 @@ def assemble(
     info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
-    model.check_tp(config.tp, Mesh.of(config).attn_tp)
+    model.check_tp(config.tp, Mesh.of(config).attn_tp, config.expert_parts)
+    check_experts(model, config)
     if model.indexing is None:
         refuse_sparse(config, model.architecture)
     model = _expanded(config, model)

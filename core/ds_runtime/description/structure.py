@@ -1,17 +1,16 @@
 """What a model is made of: its weights, layer by layer, under their names. Torch-free.
 
-`model_of` and `draft_of` build a tree from a config. It is the only description of a model, and
-everything else is read off it: what a checkpoint must hold and which share of it a rank has (here),
-every op at every place (`sites.py`), bytes (`assembly/estimate.py`), and the layers themselves
-(`model/`). The two functions also say which layers and which routed experts there are: a stage of a
-pipeline, or a rank with experts of its own, builds a part of the tree.
+`model_of` and `draft_of` build a tree from a config, or a part of it: the layers of a stage, the
+routed experts of a rank. It is the only description of a model. Read off it are what a checkpoint
+must hold and which share a rank has (here), ops (`sites.py`), bytes (`assembly/estimate.py`), and
+the layers (`model/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ds_runtime.description.config import ModelConfig
 
@@ -20,6 +19,7 @@ FormatOf = Callable[[str], str]  # module path in the checkpoint → weight form
 # tied is a head whose values are the embedding's. plain: a matrix that no kernel packs. correction,
 # bias: a vector in float32 whose tensor has the module's own name.
 Kind = Literal["linear", "head", "tied", "embedding", "norm", "plain", "correction", "bias"]
+Over: TypeAlias = Literal["heads", "width", "expert", "shared", "vocab"]  # see Axis
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 ATTENTION, MLP = "self_attn", "mlp"
@@ -33,27 +33,33 @@ SHARED = (EMBEDDING, "shared_head.head")  # copies of the model's, which a draft
 
 
 class Axis(NamedTuple):
-    """What ranks divide of a weight. dim: 0 rows, 1 columns. over: whether the ranks are those that
-    divide the heads of attention, the width of FFNs, or the vocabulary, of which every rank has an
-    equal, padded number of rows."""
+    """What ranks divide of a weight. dim: 0 rows, 1 columns. over: heads of attention, the width of
+    FFNs, of a routed or of the shared experts, or the vocabulary, which is padded."""
 
     dim: int
-    over: Literal["heads", "width", "vocab"]
+    over: Over
 
 
-ROWS, COLS, VOCAB = Axis(0, "width"), Axis(1, "width"), Axis(0, "vocab")
-HEAD_ROWS, HEAD_COLS = Axis(0, "heads"), Axis(1, "heads")
+HEAD_ROWS, HEAD_COLS, VOCAB = Axis(0, "heads"), Axis(1, "heads"), Axis(0, "vocab")
 
 
 class Ranks(NamedTuple):
-    """How many ranks divide the width of FFNs and the vocabulary, and how many the heads."""
+    """How many ranks divide the width of FFNs and the vocabulary, the heads, and the experts."""
 
     width: int = 1
     heads: int = 1
+    experts: int = 1  # by number
+
+    def of(self, over: str) -> int:
+        """How many divide what is cut so. Beside experts by number the shared ones see the rows of
+        a rank's own sequences, as attention does."""
+        own = self.heads if self.experts > 1 else self.width
+        some = {"heads": self.heads, "shared": own, "expert": self.width // self.experts}
+        return some.get(over, self.width)
 
 
 def padded(size: int, ranks: int) -> int:
-    """How many rows each of so many ranks has of a vocabulary; the last ones' are padded."""
+    """Rows of a vocabulary on each of so many ranks; the last ones' are padded."""
     return -(-size // ranks)
 
 
@@ -95,8 +101,7 @@ class Stored(NamedTuple):
         if self.cut is None:
             return self.shape
         dim, over = self.cut
-        count = ranks.heads if over == "heads" else ranks.width
-        size = self.shape[dim]
+        count, size = ranks.of(over), self.shape[dim]
         part = padded(size, count) if over == "vocab" else size // count
         return (*self.shape[:dim], part, *self.shape[dim + 1 :])
 
@@ -136,7 +141,7 @@ class SwiGluNode(NamedTuple):
 
 class RoutedExperts(Sequence[SwiGluNode]):
     """The routed experts of a layer that are there. Each is made when it is asked for: a model has
-    thousands. formats: of all their weights."""
+    thousands. formats: of the weights of all that the layer has, here or not."""
 
     def __init__(self, make: _Layer, numbers: range) -> None:
         self._make, self._numbers = make, numbers
@@ -151,7 +156,8 @@ class RoutedExperts(Sequence[SwiGluNode]):
     @cached_property
     def formats(self) -> frozenset[str]:
         at, format_of = self._make.stored + EXPERTS, self._make.format_of
-        return frozenset(format_of(f"{at}.{e}.{n}") for e in self._numbers for n in _TRIO)
+        every = range(self._make.config.experts)
+        return frozenset(format_of(f"{at}.{e}.{n}") for e in every for n in _TRIO)
 
 
 class MoeNode(NamedTuple):
@@ -342,14 +348,15 @@ class _Layer:
         inner, outer = (width, self.config.hidden), (self.config.hidden, width)
         at, both, below = place, f"{place}.gate_up_proj", f"{place}.down_proj"
         stacks: tuple[Stack | None, ...] = (None, None, None)
+        over: Over = "width" if place == MLP else "shared"
         if expert is not None:
-            at, stack = f"{place}.{expert}", self.stored + both
+            at, stack, over = f"{place}.{expert}", self.stored + both, "expert"
             halves = Stack(stack, expert, 0, 2), Stack(stack, expert, 1, 2)
             stacks = (*halves, Stack(self.stored + below, expert))
-        each = zip(_TRIO, (inner, inner, outer), (ROWS, ROWS, COLS), stacks, strict=True)
+        each = zip(_TRIO, (inner, inner, outer), (0, 0, 1), stacks, strict=True)
         gate, up, down = (
-            self.weight(f"{at}.{name}", shape, cut=cut, stack=stack)
-            for name, shape, cut, stack in each
+            self.weight(f"{at}.{name}", shape, cut=Axis(dim, over), stack=stack)
+            for name, shape, dim, stack in each
         )
         products = (
             LinearNode(self.number, both, (gate, up)),
@@ -372,8 +379,7 @@ class _Layer:
 
 
 def weights(node: Any) -> Iterator[Stored]:
-    """Every weight of a tree or of a part of one, some of them twice. Of a tied head it is the
-    embedding, which a stage needs that has no other use for it."""
+    """Every weight of a part of a tree, some of them twice. Of a tied head it is the embedding."""
     if isinstance(node, Stored):
         tied = node.kind == "tied"
         yield node._replace(name=node.module, format="", kind="embedding") if tied else node
@@ -390,11 +396,3 @@ def by_name(tree: ModelTree | DraftTree) -> dict[str, Stored]:
 def stored_modules(config: ModelConfig, format_of: FormatOf) -> dict[str, Stored]:
     """Every weight of a model, by its path."""
     return by_name(model_of(config, format_of))
-
-
-def adaptable_modules(config: ModelConfig) -> dict[str, Stored]:
-    """Every Linear that a low-rank adapter may change, by its path: all but the routers."""
-    model = model_of(config, lambda module: "dense")
-    assert model.head is not None
-    found = {name: s for name, s in by_name(model).items() if s.kind in ("linear", "head")}
-    return found | {s.name: s for s in model.head.parts}

@@ -61,6 +61,7 @@ class MoeMlp:
         self.router = load.wide(node.router)
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
+        self.slots = load.expert_slots()
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         self.shared: SwiGlu | None = None
@@ -70,11 +71,27 @@ class MoeMlp:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""
         count, adapters = x.shape[0], self.exchange.adapters(batch)
+        if self.slots is not None:
+            return self._by_number(x, batch, self.slots)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
-        logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
-        weights, ids = self.ops.route(logits, self.bias, self.routing)
-        out = self.experts(x, weights, ids, adapters)
+        out = self.experts(x, *self._chosen(x), adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
         return self.exchange.leave(out, batch.order, count)
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of each row's experts: [T, top_k], as in Route."""
+        logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
+        return self.ops.route(logits, self.bias, self.routing)
+
+    def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+        """Where this rank has some of the experts: router and shared experts see its own rows,
+        and rows of all groups come with their choices. slots: as Loader.expert_slots."""
+        enter, order = partial(self.exchange.enter, order=batch.order), batch.order
+        shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
+        weights, ids = self._chosen(x)
+        rows, weights, ids = enter(x), enter(weights), enter(ids)
+        out = self.experts(rows, weights, slots[ids], self.exchange.adapters(batch))
+        own = None if shared is None else shared()
+        return self.exchange.leave(out, order, x.shape[0], own)

@@ -99,9 +99,10 @@ class RowExchange(ABC):
         return x
 
     @abstractmethod
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         """A partial result of rows that have entered [all, n] → its sum over the ranks, of the
-        `count` rows that this group gave: [count, n].
+        `count` rows that this group gave: [count, n]. own: what is added to these, a partial
+        result of the ranks of the group [count, n]. `y` must not be used afterwards.
         """
 
     def collect(self, hidden: Tensor, order: Order) -> Tensor:
@@ -202,8 +203,8 @@ class Sum(RowExchange):
         """tp: of the ranks that divide the weights."""
         self._tp = tp
 
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
-        return self._tp.all_reduce(y)
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
+        return self._tp.all_reduce(y if own is None else y.add_(own))
 
 
 class GatherScatter(RowExchange):
@@ -223,14 +224,17 @@ class GatherScatter(RowExchange):
         rows = self._across.gather_rows(_filled(x, order.rows))
         return rows if order.real is None else rows[order.real]
 
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         assert order is not None
         if not order.rows:
             return y
         if order.real is not None:
             every = y.new_zeros(self.groups * order.rows, y.shape[1])
             y = every.index_copy_(0, order.real, y)
-        return self._inside.all_reduce(self._across.reduce_scatter(y))[:count]
+        summed = self._across.reduce_scatter(y)
+        if own is not None:
+            summed[:count].add_(own)
+        return self._inside.all_reduce(summed)[:count]
 
     def collect(self, hidden: Tensor, order: Order) -> Tensor:
         assert order is not None

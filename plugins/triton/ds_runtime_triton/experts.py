@@ -71,7 +71,8 @@ def down_split(low: Config, n: int, tokens: int) -> int:
 
 def pairs_of(facts: Facts, tokens: int) -> int:
     """Of a call: every token takes the slots behind the routed experts, too."""
-    return tokens * (facts.dims["top_k"] + facts.shape[0] - facts.dims["experts"])
+    routed = facts.dims["experts"] // facts.ranks.get("ep", 1)
+    return tokens * (facts.dims["top_k"] + facts.shape[0] - routed)
 
 
 def variant(facts: Facts, op: str, tokens: int) -> Hashable:

@@ -74,7 +74,8 @@ class Experts(Protocol):
     `pack(source, facts)` reads experts one by one. `apply(x, weights, ids, packed)`: x [tokens,
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
-    without tokens and tokens == 0 are legal. Formats as in Linear.
+    without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
+    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
@@ -258,7 +259,7 @@ def _logits(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 def _slots(s: Sizes) -> tuple[int, int]:
     """(of shared experts, which every token takes; chosen and shared ones of a token)."""
-    shared = s.facts.shape[0] - s.facts.dims["experts"]
+    shared = s.facts.shape[0] - s.facts.dims["experts"] // s.facts.ranks.get("ep", 1)
     return shared, s.facts.dims["top_k"] + shared
 
 
@@ -329,6 +330,7 @@ class ExpertOps(Area):
     )
     experts: Experts = op(
         reference=f"{_REF}:ReferenceExperts",
+        absent=True,
         tolerance={"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 4e-3} | _COARSE,
         results={"apply": lambda f, x, *_: (form(x),)},
         rows={"apply": (0, 1, 2)},
