@@ -29,19 +29,26 @@ class Wire:
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
-    those that fill up the last rank's included.
+    those that fill up the last rank's included. choices: bytes of a row's weights and ids of
+    experts; routed: layers in which these cross, too, as experts are divided by number.
     """
 
     mesh: Mesh
     width: int
     logits: int
+    choices: int = 0
+    routed: int = 0
 
     @staticmethod
     def of(assembly: Assembly) -> Crossing:
         """That of a model's ranks."""
         mesh, item = assembly.mesh, ITEM_BYTES[assembly.config.dtype]
         vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
-        return Crossing(mesh, assembly.facts.dims["hidden"] * item, vocab * item)
+        width, model = assembly.facts.dims["hidden"] * item, assembly.model
+        routed = 0
+        if mesh.ep > 1 and mesh.attn_dp > 1:
+            routed = sum(map(model.is_moe, range(model.layers)))
+        return Crossing(mesh, width, vocab * item, 8 * assembly.facts.dims.get("top_k", 0), routed)
 
     def wire(self, layers: int) -> Wire:
         """Traffic of a decode step without drafts."""
@@ -51,8 +58,9 @@ class Crossing:
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
+        row += self.routed * (groups - 1) / groups * self.choices
         sums, moves = int(heads > 1), int(groups > 1)
-        count = layers * (sums + moves + (moves + sums))
+        count = layers * (sums + moves + (moves + sums)) + self.routed
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
     def held(self, rows: int) -> int:

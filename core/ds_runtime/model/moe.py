@@ -88,10 +88,8 @@ class MoeMlp:
     def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
         """Where this rank has some of the experts: router and shared experts see its own rows,
         and rows of all groups come with their choices. slots: as Loader.expert_slots."""
-        enter, order = partial(self.exchange.enter, order=batch.order), batch.order
+        exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
-        weights, ids = self._chosen(x)
-        rows, weights, ids = enter(x), enter(weights), enter(ids)
-        out = self.experts(rows, weights, slots[ids], self.exchange.adapters(batch))
-        own = None if shared is None else shared()
-        return self.exchange.leave(out, order, x.shape[0], own)
+        weights, ids = exchange.enter_choices(*self._chosen(x), order)
+        out = self.experts(exchange.enter(x, order), weights, slots[ids], exchange.adapters(batch))
+        return exchange.leave(out, order, x.shape[0], None if shared is None else shared())

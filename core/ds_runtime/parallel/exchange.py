@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, RowOrder
@@ -97,6 +98,10 @@ class RowExchange(ABC):
     def enter(self, x: Tensor, order: Order) -> Tensor:
         """This group's rows [T, …] → those of all groups [all, …], without any that fill up."""
         return x
+
+    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        """Of this group's rows → of those of all groups: float32 and int32 [all, k]."""
+        return weights, ids
 
     @abstractmethod
     def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
@@ -223,6 +228,11 @@ class GatherScatter(RowExchange):
             return x
         rows = self._across.gather_rows(_filled(x, order.rows))
         return rows if order.real is None else rows[order.real]
+
+    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        both = self.enter(torch.cat((weights.view(torch.int32), ids), 1), order)
+        k = ids.shape[1]
+        return both[:, :k].contiguous().view(torch.float32), both[:, k:].contiguous()
 
     def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         assert order is not None
