@@ -10,16 +10,20 @@ import itertools
 import random
 import shutil
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.description.hf import load_config
+from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import check_float32
+from ds_runtime_kit.support import APART
 
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 SETTINGS = {
     "platform": "cpu",
     "dtype": "float32",
@@ -49,6 +53,15 @@ CHANGING = ("adapters", "cache", "masks", "model", "bits")  # what answers depen
 FIRST = {factor: next(iter(levels)) for factor, levels in LEVELS.items()}
 
 
+REFUSED = {  # as docs/support.md calls them
+    (("adapters", "on"), ("bits", "invariant")): ("`--lora`", "`--batch-invariant`"),
+    (("bits", "invariant"), ("drafts", "tree")): (
+        "`--speculative-eagle-topk`",
+        "`--batch-invariant`",
+    ),
+}
+
+
 def pairs_of(run):
     """Every two levels that are together in a run."""
     return set(itertools.combinations(sorted(run.items()), 2))
@@ -61,23 +74,27 @@ def every_pair():
         for (a, first), (b, second) in itertools.combinations(some, 2)
         for x in first
         for y in second
+        if ((a, x), (b, y)) not in REFUSED
     }
 
 
 def covering(seed=0, tries=60):
-    """Runs that have every pair between them: each is the best of some that are drawn at random
-    and then bettered factor by factor."""
+    """Runs that have every pair between them but those that are refused: each is the best of some
+    that are drawn at random and then bettered factor by factor."""
+
+    def worth(run):
+        pairs = pairs_of(run)
+        return -1 if pairs & REFUSED.keys() else len(pairs & left)
+
     draw, left, runs = random.Random(seed), every_pair(), []
     while left:
         best = None
         for _ in range(tries):
             run = {factor: draw.choice(sorted(levels)) for factor, levels in LEVELS.items()}
             for factor in draw.sample(sorted(LEVELS), len(LEVELS)):
-                run = max(
-                    ({**run, factor: level} for level in sorted(LEVELS[factor])),
-                    key=lambda one: len(pairs_of(one) & left),
-                )
-            if best is None or len(pairs_of(run) & left) > len(pairs_of(best) & left):
+                some = [{**run, factor: level} for level in sorted(LEVELS[factor])]
+                run = max(some, key=worth)
+            if best is None or worth(run) > worth(best):
                 best = run
         runs.append(best)
         left -= pairs_of(best)
@@ -170,9 +187,11 @@ def check(run, made, alone):
     )
     assert (stats.draft_tokens > 0) == (run["drafts"] != "none")
     assert any(o.usage.cached_tokens for o in found) == (run["prefixes"] == "on")
-    if run["cache"] == "fp8":  # ranks sum in another order: what is near the middle of two codes
+    if run["cache"] == "fp8":
+        # Ranks sum in another order, which tells near the middle of two codes. And a prompt of one
+        # token attends its key rounded or not, as its step has others: that is 0.011 here.
         pairs = [(a.logprobs[0], b.logprobs[0]) for a, b in zip(found, expected, strict=True)]
-        assert all(abs(a.logprob - b.logprob) < 5e-3 for a, b in pairs)
+        assert all(abs(a.logprob - b.logprob) < 2e-2 for a, b in pairs)
     else:
         check_float32(found, expected, 1e-4)
 
@@ -180,6 +199,16 @@ def check(run, made, alone):
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run.values()))
 def test_answers_are_those_of_one_rank(made, alone, run):
     check(run, made, alone)
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=str)
+def test_a_refused_pair_is_a_sentence_and_its_reason_is_told(made, pair):
+    run = {**FIRST, **dict(pair)}
+    with pytest.raises((ConfigError, UnsupportedError), match="batch-invariant"):
+        LLM(made[run["model"]], **settings_of(run, made), tp=2)
+    rows = [line for line in SUPPORT.read_text().splitlines() if line.startswith("|")]
+    assert any(all(word in row for word in REFUSED[pair]) for row in rows)
+    assert len(REFUSED) == len(APART)
 
 
 @pytest.mark.slow
