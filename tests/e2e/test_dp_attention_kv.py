@@ -77,6 +77,8 @@ class Leader:
 
 
 def config_of(model, size, **more):
+    """Op by op: collectives between threads are none that a step records."""
+    more = {"disable_graph": True, **more}
     settings = {"platform": "cpu", "dtype": "float32", "kv_memory": 400_000, "threads": 1, **more}
     return EngineConfig(
         model=str(model), tp=size, enable_dp_attention=size > 1, chunked_prefill_size=16, **settings

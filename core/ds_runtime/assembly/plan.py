@@ -120,12 +120,12 @@ def _ranges(numbers: list[int]) -> str:
 def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Sentences about what differs between two plans as dicts; empty if nothing does."""
     said = [
-        f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
+        f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
             *("page_size", "tp", "attn_dp", "ep"),
         )
-        if mine.get(key) != other.get(key)
+        if (here := _told(mine, key)) != (there := _told(other, key))
     ]
     here, there = _by_site(mine), _by_site(other)
     for key in sorted({*here, *there}):
@@ -136,6 +136,11 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     if mine.get("versions") != other.get("versions"):
         said.append(f"versions: {mine.get('versions')} here, {other.get('versions')} there")
     return said
+
+
+def _told(plan: Mapping[str, Any], key: str) -> Any:
+    """What a plan says; it leaves out that experts are not divided."""
+    return plan.get(key, 1 if key == "ep" else None)
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
