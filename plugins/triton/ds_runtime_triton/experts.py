@@ -57,6 +57,7 @@ class Layer:
     sizes: Sizes
     arrived: Tensor  # counters of pieces, see jit/gemm.py
     ue8m0: bool = False
+    absent: bool = False  # other ranks have experts, too
     scaled: bool = field(init=False)  # codes and scales, not numbers
 
     def __post_init__(self) -> None:
@@ -67,6 +68,11 @@ def down_split(low: Config, n: int, tokens: int) -> int:
     """Pieces of the inner dimension in a product of few tokens."""
     tiles = cdiv(n, low["BLOCK_N"])
     return low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
+
+
+def some_absent(facts: Facts) -> bool:
+    """Whether other ranks have experts, too."""
+    return facts.ranks.get("ep", 1) > 1
 
 
 def pairs_of(facts: Facts, tokens: int) -> int:
@@ -136,6 +142,7 @@ class _Experts:
         if layer.scaled:
             scales = layer.gate_up.scale, layer.down.scale
             layer.ue8m0 = all(fp8_blocks.powers_of_two(scale) for scale in scales)
+        layer.absent = some_absent(facts)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
         shared = _shared(layer, self.packing)
         tensors = {"layer": layer, **shared}
@@ -243,7 +250,7 @@ def _gate_up(
         x, scale, stack.values, stack.scale, *h, *tiles[:3], ids, pairs, tokens, n, k,
         x.stride(0), cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         UE8M0=layer.ue8m0, OUT_GROUP=layer.down.group_k or 1, TOP_K=top_k, DIRECT=direct,
-        EVEN=k % config["BLOCK_K"] == 0, **config,
+        EVEN=k % config["BLOCK_K"] == 0, ABSENT=layer.absent and direct, **config,
     )  # fmt: skip
 
 
@@ -275,7 +282,7 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     down_direct_kernel[(tiles, split, tokens)](
         h, h_scale, stack.values, stack.scale, weights, ids, out, pieces, layer.arrived,
         pairs, n, k, cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n,
-        SCALED=layer.scaled,
+        SCALED=layer.scaled, ABSENT=layer.absent,
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return out
@@ -287,7 +294,7 @@ def _vector(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     upper, lower = layer.gate_up, layer.down
     n, k = upper.values.shape[2:]
     assert not layer.scaled or upper.step == lower.step == 1, "a scale per group of columns"
-    own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k}
+    own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k, "ABSENT": layer.absent}
     up = _whole(upper, part_of_config(config, "UP_"), k)
     h = torch.empty(pairs, n, dtype=torch.float32, device=x.device)
     gate_up_vector_kernel[(cdiv(n, up["BLOCK_N"]), pairs)](
@@ -324,7 +331,7 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
         cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
-    return sum_of_pairs(y, *ids.shape)
+    return sum_of_pairs(y, ids, layer.absent)
 
 
 def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
@@ -341,7 +348,7 @@ def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config
         ids, ids.numel(), x.shape[0], x.shape[1], q.stride(0), UE8M0=layer.ue8m0,
         TOP_K=ids.shape[1], BLOCK=BLOCK, **own,
     )  # fmt: skip
-    return sum_of_pairs(y, *ids.shape)
+    return sum_of_pairs(y, ids, layer.absent)
 
 
 def _arranged(
