@@ -380,9 +380,30 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "sums of a group leave out its other ranks",
         "core/ds_runtime/parallel/exchange.py",
-        "self._inside.all_reduce(self._across.reduce_scatter(y))[:count]",
-        "self._across.reduce_scatter(y)[:count]",
+        "self._inside.all_reduce(summed)[:count]",
+        "summed[:count]",
         ("tests/core/parallel/test_exchange.py",),
+    ),
+    Fault(
+        "the shared experts of a group's own rows are lost",
+        "core/ds_runtime/parallel/exchange.py",
+        "summed[:count].add_(own)",
+        "summed[:count].add_(0 * own)",
+        ("tests/core/parallel/test_exchange.py",),
+    ),
+    Fault(
+        "choices of experts of other ranks reach the last one here",
+        "core/ds_runtime/ops/reference/matrices/moe.py",
+        "torch.unique(ids[ids >= 0]).tolist()",
+        "torch.unique(ids).tolist()",
+        ("tests/conformance/test_ops.py",),
+    ),
+    Fault(
+        "every rank takes the experts of the first for its own",
+        "core/ds_runtime/weights/loader.py",
+        "local = self.placement.local(here.rank)",
+        "local = self.placement.local(0)",
+        ("tests/e2e/test_expert_parallel.py",),
     ),
     Fault(
         "a group preempts the requests of another",

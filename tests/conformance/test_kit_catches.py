@@ -42,6 +42,17 @@ class DividesByTokensOfAnExpert(moe.ReferenceExperts):
         return super().apply(x, weights, ids, packed) * share.to(x.dtype)
 
 
+class TakesTheNearestOfOthers(moe.ReferenceExperts):
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        return super().apply(x, weights, ids.clamp(min=0), packed)
+
+
+class WritesOnlyTokensWithExperts(moe.ReferenceExperts):
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        out = super().apply(x, weights, ids, packed)
+        return torch.where((ids >= 0).any(1, keepdim=True), out, x)
+
+
 class AssumesPagesInARow(attention.ReferenceMlaDecode):
     def prepare(self, state: Any, batch: Batch) -> None:
         super().prepare(state, batch)
@@ -198,6 +209,8 @@ RightLinear = linear.ReferenceLinear
 WRONG: list[tuple[str, str, Any, dict[str, Any], str]] = [
     ("samples", "rms_norm", needs_a_token, {}, "empty grid"),
     ("samples", "experts", DividesByTokensOfAnExpert, {}, "NaN in the result"),
+    ("samples", "experts", TakesTheNearestOfOthers, {"skips_absent": True}, "relative error"),
+    ("samples", "experts", WritesOnlyTokensWithExperts, {"skips_absent": True}, "relative error"),
     ("samples", "mla_decode", AssumesPagesInARow, {}, "result 0"),
     ("samples", "mla_decode", LosesTheLastFullPage, {}, "relative error"),
     ("samples", "mla_decode", MasksByMultiplying, {}, "NaN in the result"),

@@ -255,7 +255,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     file = tmp_path / "c.yaml"
     ((name, _),) = KNOWN[flag].sets.items()
     meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
-    own = {"memory_utilization": "0.9", "max_step_tokens": "9"}.get(name)
+    own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2"}.get(name)
     own = own or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):

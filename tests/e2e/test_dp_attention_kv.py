@@ -18,7 +18,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import lora_bytes, needed_bytes
 from ds_runtime.assembly.plan import difference, render
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.structure import adaptable_modules
+from ds_runtime.description.adapter import adaptable_modules
 from ds_runtime.description.tree import Ranks
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
@@ -77,6 +77,8 @@ class Leader:
 
 
 def config_of(model, size, **more):
+    """Op by op: collectives between threads are none that a step records."""
+    more = {"disable_graph": True, **more}
     settings = {"platform": "cpu", "dtype": "float32", "kv_memory": 400_000, "threads": 1, **more}
     return EngineConfig(
         model=str(model), tp=size, enable_dp_attention=size > 1, chunked_prefill_size=16, **settings

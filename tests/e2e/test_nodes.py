@@ -102,6 +102,7 @@ def test_groups_of_attention_on_nodes_of_their_own():
     [
         (("--dp", "2", "--enable-dp-attention"), "attn_dp: 1 here, 2 there"),
         (("--page-size", "32"), "page_size: 16 here, 32 there"),
+        (("--ep", "2"), "ep: 1 here, 2 there"),
     ],
 )
 def test_a_node_that_does_not_fit_ends_both_with_the_reason(tmp_path, more, sentence):

@@ -353,6 +353,10 @@ TREE = {
                 "speculative_draft_quantize": "fp8",
             },
         ),
+        ("v3", {"dtype": "bfloat16", "tp": 2}),
+        ("v32", {"dtype": "float32", "tp": 2, "ep": 2, "enable_dp_attention": True}),
+        ("demo", {**TREE, "tp": 2, "ep": 2, "enable_dp_attention": True}),
+        ("demo", {"speculative_algorithm": "NEXTN", "tp": 2, "batch_invariant": True}),
     ],
 )
 def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, settings):

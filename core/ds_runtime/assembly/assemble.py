@@ -43,6 +43,7 @@ from ds_runtime.ops.contract import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.mesh import AXES, Mesh
+from ds_runtime.parallel.placement import check_experts
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.asking import check_outside
 from ds_runtime.plugins.described_devices import describe
@@ -87,7 +88,8 @@ def assemble(
     info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
-    model.check_tp(config.tp, Mesh.of(config).attn_tp)
+    model.check_tp(config.tp, Mesh.of(config).attn_tp, config.expert_parts)
+    check_experts(model, config)
     if model.hybrid is not None:
         _refuse_hybrid(config, model)
     if model.indexing is None:
@@ -241,6 +243,7 @@ def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
         "lora": bool(config.lora),
         "batch_invariant": config.batch_invariant,
         "quantize": config.quantize != "none",
+        "ep": config.expert_parts > 1,
     }
     for name, given in refused.items():
         if given:

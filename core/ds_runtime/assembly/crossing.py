@@ -32,7 +32,8 @@ class Wire:
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
-    ranks in their order (`parallel/in_order.py`).
+    ranks in their order (`parallel/in_order.py`). choices: bytes of a row's weights and ids of
+    experts; routed: layers in which these cross, too, as experts are divided by number.
     """
 
     mesh: Mesh
@@ -40,14 +41,20 @@ class Crossing:
     logits: int
     item: int = 4
     in_order: bool = False
+    choices: int = 0
+    routed: int = 0
 
     @staticmethod
     def of(assembly: Assembly) -> Crossing:
         """That of a model's ranks."""
         mesh, item = assembly.mesh, ITEM_BYTES[assembly.config.dtype]
         vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
-        width, in_order = assembly.facts.dims["hidden"] * item, assembly.config.batch_invariant
-        return Crossing(mesh, width, vocab * item, item, in_order)
+        width, model = assembly.facts.dims["hidden"] * item, assembly.model
+        routed = 0
+        if mesh.ep > 1 and mesh.attn_dp > 1:
+            routed = sum(map(model.is_moe, range(model.layers)))
+        choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
+        return Crossing(mesh, width, vocab * item, item, in_order, choices, routed)
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of so many rows of every group."""
@@ -59,9 +66,10 @@ class Crossing:
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
+        row += self.routed * (groups - 1) / groups * self.choices
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
         sums, moves = each * (heads > 1), int(groups > 1)
-        count = layers * (sums + moves + (moves + sums))
+        count = layers * (sums + moves + (moves + sums)) + self.routed
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
     def held(self, rows: int) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.adapter import LoraPlan, adaptable_modules
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import adaptable_modules
+from ds_runtime.description.sites import first_experts
 from ds_runtime.description.tree import Ranks
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.facts import site_facts
@@ -173,7 +173,7 @@ def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
     config = assembly.config
     weights = packed_bytes(assembly.model, assembly.binding, config.dtype, positions_of(assembly))
-    ranks = Ranks(assembly.mesh.tp, assembly.mesh.attn_tp)
+    ranks = Ranks(assembly.mesh.tp, assembly.mesh.attn_tp, assembly.mesh.ep)
     return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, ranks)
 
 
@@ -181,6 +181,6 @@ def lora_bytes(config: ModelConfig, lora: LoraPlan | None, dtype: str, ranks: Ra
     """Bytes of one rank's slots of low-rank adapters."""
     if lora is None:
         return 0
-    adaptable = adaptable_modules(config).items()
+    adaptable = adaptable_modules(config, first_experts(config, ranks.experts)).items()
     total = sum(sum(s.local(ranks)) for module, s in adaptable if module in lora.modules)
     return total * lora.slots * lora.rank * ITEM_BYTES[dtype]

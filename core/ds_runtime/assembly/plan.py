@@ -51,14 +51,16 @@ class Plan:
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
     given_up: tuple[str, ...] = ()  # for --batch-invariant, a sentence each
+    ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with the digest."""
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        found = asdict(self)
-        return found if self.given_up else {k: v for k, v in found.items() if k != "given_up"}
+        left = {"given_up"} if not self.given_up else set()
+        left |= {"ep"} if self.ep == 1 else set()
+        return {k: v for k, v in asdict(self).items() if k not in left}
 
     def digest(self) -> str:
         """Hash of all that must agree between ranks."""
@@ -118,12 +120,12 @@ def _ranges(numbers: list[int]) -> str:
 def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Sentences about what differs between two plans as dicts; empty if nothing does."""
     said = [
-        f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
+        f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "attn_dp"),
+            *("page_size", "tp", "attn_dp", "ep"),
         )
-        if mine.get(key) != other.get(key)
+        if (here := _told(mine, key)) != (there := _told(other, key))
     ]
     here, there = _by_site(mine), _by_site(other)
     for key in sorted({*here, *there}):
@@ -134,6 +136,11 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     if mine.get("versions") != other.get("versions"):
         said.append(f"versions: {mine.get('versions')} here, {other.get('versions')} there")
     return said
+
+
+def _told(plan: Mapping[str, Any], key: str) -> Any:
+    """What a plan says; it leaves out that experts are not divided."""
+    return plan.get(key, 1 if key == "ep" else None)
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -185,6 +192,7 @@ def render(plan: Plan, verbose: bool = False) -> str:
         f"KV {plan.kv_layout} of {plan.kv_dtype}, page {plan.page_size}"
         f"{f', index keys of {plan.index_dtype}' if plan.index_dtype else ''} · tp {plan.tp}"
         f"{f', attention by sequences in {plan.attn_dp} groups' if plan.attn_dp > 1 else ''}"
+        f"{f', experts by number in {plan.ep} parts' if plan.ep > 1 else ''}"
         f" · plan {plan.digest()}"
     )
     lines = [head]

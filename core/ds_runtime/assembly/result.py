@@ -96,6 +96,7 @@ class Assembly:
             page_size=config.page_size,
             tp=self.mesh.tp,
             attn_dp=self.mesh.attn_dp,
+            ep=self.mesh.ep,
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),

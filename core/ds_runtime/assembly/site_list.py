@@ -14,7 +14,7 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.joins import JOINS
+from ds_runtime.description.joins import JOINS, SHARED_EXPERTS
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import Verify, model_sites, nextn_sites
 from ds_runtime.description.structure import JOIN, KV_B
@@ -54,7 +54,7 @@ class SiteList:
             return "dense" if tied else encoding(module).format
 
         self.apart = apart(config)
-        self._ranks = config.tp, Mesh.of(config).attn_tp
+        self._ranks, self._ep = (config.tp, Mesh.of(config).attn_tp), config.expert_parts
         self._alone = config.batch_invariant
         self._model = model
         self._format_of = with_target(config.quantize, stored)
@@ -78,6 +78,7 @@ class SiteList:
             verify,
             heads_tp,
             alone=self._alone,
+            ep=self._ep,
         )
         if self._nextn is None:
             return found
@@ -85,7 +86,16 @@ class SiteList:
         if rounded:
             own, head = with_fp8_drafts(own), DRAFT_FORMAT
         return found + nextn_sites(
-            self._model, self._nextn, own, tp, self.apart, verify, heads_tp, head, self._alone
+            self._model,
+            self._nextn,
+            own,
+            tp,
+            self.apart,
+            verify,
+            heads_tp,
+            head,
+            self._alone,
+            self._ep,
         )
 
 
@@ -95,7 +105,15 @@ def apart(config: EngineConfig) -> frozenset[str]:
     for name in config.fusions:
         if name not in known:
             raise ConfigError(f"--fusion {name}: no such fusion; known: {', '.join(known)}")
-    return frozenset(name for name, on in config.fusions.items() if not on)
+    off = frozenset(name for name, on in config.fusions.items() if not on)
+    if (ep := config.expert_parts) == 1:
+        return off
+    if config.fusions.get(SHARED_EXPERTS):
+        raise ConfigError(
+            f"--fusion {SHARED_EXPERTS}: with --ep {ep} a slot of a shared expert would be of "
+            "another width than a routed one: leave it out"
+        )
+    return off | {SHARED_EXPERTS}
 
 
 def _phase(config: EngineConfig) -> Verify:

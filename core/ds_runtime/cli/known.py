@@ -12,9 +12,8 @@ from ds_runtime.cli.config_file import given
 from ds_runtime.common.address import is_loopback
 from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 
-_EXPERTS = (
-    "experts by number are not built yet: --tp divides the weights of every expert among its ranks"
-)
+_BALANCE = "copies of experts that many tokens choose are not built yet: every expert is held once"
+_EVERY_PART = Spelling("is --ep 0 here, as many parts as --tp", {"ep": "0"})
 _STAGES = "stages of layers are not built yet: --tp divides every layer"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
 _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"
@@ -50,13 +49,14 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--master-addr": "dist_init_addr",
     "--master-port": refused("is part of --dist-init-addr HOST:PORT here", "one"),
     "--headless": nothing("not needed: a --node-rank above 0 speaks no HTTP"),
-    "--ep": nothing(_EXPERTS, "one"),
-    "--ep-size": nothing(_EXPERTS, "one"),
-    "--expert-parallel-size": nothing(_EXPERTS, "one"),
-    "--enable-ep-moe": nothing(_EXPERTS),
-    "--enable-expert-parallel": nothing(_EXPERTS),
-    "--enable-eplb": nothing(_EXPERTS),
-    "--moe-a2a-backend": nothing(_EXPERTS, "one"),
+    "--ep-size": "ep",
+    "--expert-parallel-size": "ep",
+    "--enable-ep-moe": _EVERY_PART,
+    "--enable-expert-parallel": _EVERY_PART,
+    "--enable-eplb": nothing(_BALANCE),
+    "--moe-a2a-backend": nothing(
+        "rows of all ranks are gathered: no other way is built yet", "one"
+    ),
     "--moe-dense-tp-size": nothing("is the number of --tp here", "one"),
     "--enable-dp-lm-head": nothing("the head is divided among the ranks by the vocabulary"),
     "--enable-nsa-prefill-context-parallel": nothing(_CONTEXTS),

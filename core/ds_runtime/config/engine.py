@@ -89,6 +89,12 @@ class EngineConfig:
         "each: the KV cache of a sequence lies in one group only, and every group has all weights "
         "of attention",
     )
+    ep: int = setting(
+        1,
+        "parts of the routed experts by number, each on --tp / --ep ranks that divide the width of "
+        "its experts; 0: as many as --tp",
+        least=0,
+    )
     nnodes: int = setting(1, "machines that the ranks of --tp are on, as many on each", least=1)
     node_rank: int = setting(
         0, "number of this machine among --nnodes; only number 0 speaks HTTP", least=0
@@ -346,6 +352,11 @@ class EngineConfig:
     def attn_dp(self) -> int:
         """Groups of ranks that divide the sequences: each has KV pages of its own."""
         return (self.dp or self.tp) if self.enable_dp_attention else 1
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts of the routed experts by number."""
+        return self.ep or self.tp
 
     @property
     def groups(self) -> int:

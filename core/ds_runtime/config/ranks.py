@@ -14,6 +14,8 @@ class RankSettings(Protocol):
     @property
     def tp(self) -> int: ...
     @property
+    def expert_parts(self) -> int: ...
+    @property
     def dp(self) -> int | None: ...
     @property
     def enable_dp_attention(self) -> bool: ...
@@ -30,6 +32,11 @@ class RankSettings(Protocol):
 def check(config: RankSettings) -> None:
     """Raises ConfigError for ranks that there cannot be."""
     _divided(config)
+    if config.tp % (ep := config.expert_parts):
+        raise ConfigError(
+            f"--ep {ep}: ranks of --tp hold parts of the experts, and --tp {config.tp} does not "
+            f"divide into {ep}: give a divisor of {config.tp}, or --tp {ep}"
+        )
     _several(config)
 
 

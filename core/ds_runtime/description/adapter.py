@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from ds_runtime.checkpoint.files import HEADER, open_plain, read_object
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import adaptable_modules
-from ds_runtime.description.tree import EXPERTS
+from ds_runtime.description.structure import model_of
+from ds_runtime.description.tree import EXPERTS, Stored, by_name
 from ds_runtime.errors import CheckpointError, ConfigError, shown
 
 CONFIG = "adapter_config.json"
@@ -307,3 +307,11 @@ def _targets(
     layers = {m.partition(_ROUTED)[0] for m in found if _ROUTED in m}
     whole = {m for m in known if _ROUTED in m and m.partition(_ROUTED)[0] in layers}
     return frozenset(found | whole)
+
+
+def adaptable_modules(config: ModelConfig, experts: range | None = None) -> dict[str, Stored]:
+    """Every Linear that a low-rank adapter may change, by its path: all but the routers."""
+    model = model_of(config, lambda module: "dense", experts=experts)
+    assert model.head is not None
+    found = {name: s for name, s in by_name(model).items() if s.kind in ("linear", "head")}
+    return found | {s.name: s for s in model.head.parts}

@@ -175,9 +175,9 @@ class ModelConfig:
             }
         )
 
-    def check_tp(self, tp: int, attn_tp: int | None = None) -> None:
+    def check_tp(self, tp: int, attn_tp: int | None = None, ep: int = 1) -> None:
         """Raise ConfigError if the model cannot be cut into `tp` ranks, and its heads by
-        `attn_tp` (default: all).
+        `attn_tp` (default: all). ep: parts of the experts by number.
         """
         shared = self.shared_experts * self.moe_intermediate
         cuts = [
@@ -188,8 +188,8 @@ class ModelConfig:
             cuts.append(("o_groups", self.hybrid.groups, attn_tp or tp))
         if self.experts:
             cuts += [
-                ("moe_intermediate_size", self.moe_intermediate, tp),
-                ("shared expert width", shared, tp),
+                ("moe_intermediate_size", self.moe_intermediate, tp // ep),
+                ("shared expert width", shared, (attn_tp or tp) if ep > 1 else tp),
             ]
         for name, value, ranks in cuts:
             if value % ranks:

@@ -59,6 +59,7 @@ def model_sites(
     layers: range | None = None,
     experts: range | None = None,
     alone: bool = False,
+    ep: int = 1,
 ) -> list[Site]:
     """All sites of the target model on one of `tp` ranks.
 
@@ -67,9 +68,11 @@ def model_sites(
     checkpoint that have slots for low-rank adapters; of routed experts all of a layer, or none.
     verify: the phase of decode steps with several tokens per sequence, if there are such steps.
     layers, experts: as in `model_of`. alone: every row attends the cache as a sequence of its own,
-    those of prompts and of drafts, too.
+    those of prompts and of drafts, too. ep: parts of the routed experts by number; those of the
+    first stand for all where `experts` does not say which.
     """
-    model, ranks = model_of(config, format_of, layers, experts), Ranks(tp, attn_tp or tp)
+    model = model_of(config, format_of, layers, experts or first_experts(config, ep))
+    ranks = Ranks(tp, attn_tp or tp, ep)
     make, sites = _Sites(config, ranks, alone), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
@@ -103,13 +106,17 @@ def nextn_sites(
     attn_tp: int | None = None,
     head: str = "",
     alone: bool = False,
+    ep: int = 1,
 ) -> list[Site]:
     """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
     attn_tp: ranks that divide the heads of attention (default: all). head: the format of its
-    copy of the model's head; none: it has no copy. alone: as of the model.
+    copy of the model's head; none: it has no copy. alone, ep: as of the model.
     """
-    draft, layer = draft_of(config, nextn.layer, format_of), config.layers
-    make = _Sites(config, Ranks(tp, attn_tp or tp), alone)
+    draft, layer = (
+        draft_of(config, nextn.layer, format_of, first_experts(config, ep)),
+        config.layers,
+    )
+    make = _Sites(config, Ranks(tp, attn_tp or tp, ep), alone)
     sites = [
         Site("rms_norm", layer, "nextn"),
         Site("add_rms_norm", layer, "nextn"),
@@ -121,6 +128,11 @@ def nextn_sites(
     if head and copied is not None:
         sites.append(make.product(copied._replace(layer=layer, module=DRAFT_HEAD)))
     return [replace(site, role=DRAFT) for site in sites]
+
+
+def first_experts(config: ModelConfig, ep: int) -> range | None:
+    """Those of the first of `ep` ranks, for all of which they stand; None: there is one."""
+    return None if ep == 1 else range(config.experts // ep)
 
 
 def _quantising(op: str, into: Site, module: str, phase: Phase = "any") -> list[Site]:

@@ -1,10 +1,9 @@
 """What a model is made of: its weights, layer by layer, under their names. Torch-free.
 
-`model_of` and `draft_of` build a tree from a config. It is the only description of a model, and
-everything else is read off it: what a checkpoint must hold and which share of it a rank has (here),
-every op at every place (`sites.py`), bytes (`assembly/estimate.py`), and the layers themselves
-(`model/`). The two functions also say which layers and which routed experts there are: a stage of a
-pipeline, or a rank with experts of its own, builds a part of the tree.
+`model_of` and `draft_of` build a tree from a config, or a part of it: the layers of a stage, the
+routed experts of a rank. It is the only description of a model. Read off it are what a checkpoint
+must hold and which share a rank has (here), ops (`sites.py`), bytes (`assembly/estimate.py`), and
+the layers (`model/`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hybrid.structure import hybrid_model
 from ds_runtime.description.tree import (
     ATTENTION,
-    COLS,
     EMBEDDING,
     EXPERTS,
     HEAD,
@@ -21,9 +19,9 @@ from ds_runtime.description.tree import (
     HEAD_ROWS,
     INDEXER,
     MLP,
-    ROWS,
     VOCAB,
     AttentionNode,
+    Axis,
     BlockNode,
     DraftTree,
     FormatOf,
@@ -33,6 +31,7 @@ from ds_runtime.description.tree import (
     LinearNode,
     ModelTree,
     MoeNode,
+    Over,
     RoutedExperts,
     Stack,
     Stored,
@@ -139,14 +138,15 @@ class _Layer(LayerMaker):
         inner, outer = (width, self.config.hidden), (self.config.hidden, width)
         at, both, below = place, f"{place}.gate_up_proj", f"{place}.down_proj"
         stacks: tuple[Stack | None, ...] = (None, None, None)
+        over: Over = "width" if place == MLP else "shared"
         if expert is not None:
-            at, stack = f"{place}.{expert}", self.stored + both
+            at, stack, over = f"{place}.{expert}", self.stored + both, "expert"
             halves = Stack(stack, expert, 0, 2), Stack(stack, expert, 1, 2)
             stacks = (*halves, Stack(self.stored + below, expert))
-        each = zip(_TRIO, (inner, inner, outer), (ROWS, ROWS, COLS), stacks, strict=True)
+        each = zip(_TRIO, (inner, inner, outer), (0, 0, 1), stacks, strict=True)
         gate, up, down = (
-            self.weight(f"{at}.{name}", shape, cut=cut, stack=stack)
-            for name, shape, cut, stack in each
+            self.weight(f"{at}.{name}", shape, cut=Axis(dim, over), stack=stack)
+            for name, shape, dim, stack in each
         )
         products = (
             LinearNode(self.number, both, (gate, up)),
@@ -177,11 +177,3 @@ class _Layer(LayerMaker):
 def stored_modules(config: ModelConfig, format_of: FormatOf) -> dict[str, Stored]:
     """Every weight of a model, by its path."""
     return by_name(model_of(config, format_of))
-
-
-def adaptable_modules(config: ModelConfig) -> dict[str, Stored]:
-    """Every Linear that a low-rank adapter may change, by its path: all but the routers."""
-    model = model_of(config, lambda module: "dense")
-    assert model.head is not None
-    found = {name: s for name, s in by_name(model).items() if s.kind in ("linear", "head")}
-    return found | {s.name: s for s in model.head.parts}

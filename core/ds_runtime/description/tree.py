@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.ops.contract import Site
@@ -22,6 +22,7 @@ FormatOf = Callable[[str], str]  # module path in the checkpoint → weight form
 Kind = Literal[
     "linear", "head", "tied", "embedding", "norm", "plain", "correction", "bias", "numbers", "ids"
 ]
+Over: TypeAlias = Literal["heads", "width", "expert", "shared", "vocab"]  # see Axis
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 ATTENTION, MLP = "self_attn", "mlp"
@@ -31,23 +32,29 @@ COMPRESSOR = "compressor"  # below attention and its indexer
 
 
 class Axis(NamedTuple):
-    """What ranks divide of a weight. dim: 0 rows, 1 columns. over: whether the ranks are those that
-    divide the heads of attention, the width of FFNs, or the vocabulary, of which every rank has an
-    equal, padded number of rows."""
+    """What ranks divide of a weight. dim: 0 rows, 1 columns. over: heads of attention, the width of
+    FFNs, of a routed or of the shared experts, or the vocabulary, which is padded."""
 
     dim: int
-    over: Literal["heads", "width", "vocab"]
+    over: Over
 
 
-ROWS, COLS, VOCAB = Axis(0, "width"), Axis(1, "width"), Axis(0, "vocab")
-HEAD_ROWS, HEAD_COLS = Axis(0, "heads"), Axis(1, "heads")
+HEAD_ROWS, HEAD_COLS, VOCAB = Axis(0, "heads"), Axis(1, "heads"), Axis(0, "vocab")
 
 
 class Ranks(NamedTuple):
-    """How many ranks divide the width of FFNs and the vocabulary, and how many the heads."""
+    """How many ranks divide the width of FFNs and the vocabulary, the heads, and the experts."""
 
     width: int = 1
     heads: int = 1
+    experts: int = 1  # by number
+
+    def of(self, over: str) -> int:
+        """How many divide what is cut so. Beside experts by number the shared ones see the rows of
+        a rank's own sequences, as attention does."""
+        own = self.heads if self.experts > 1 else self.width
+        some = {"heads": self.heads, "shared": own, "expert": self.width // self.experts}
+        return some.get(over, self.width)
 
 
 def padded(size: int, ranks: int) -> int:
@@ -93,8 +100,7 @@ class Stored(NamedTuple):
         if self.cut is None:
             return self.shape
         dim, over = self.cut
-        count = ranks.heads if over == "heads" else ranks.width
-        size = self.shape[dim]
+        count, size = ranks.of(over), self.shape[dim]
         part = padded(size, count) if over == "vocab" else size // count
         return (*self.shape[:dim], part, *self.shape[dim + 1 :])
 
@@ -134,7 +140,7 @@ class SwiGluNode(NamedTuple):
 
 class RoutedExperts(Sequence[SwiGluNode]):
     """The routed experts of a layer that are there. Each is made when it is asked for: a model has
-    thousands. formats: of all their weights."""
+    thousands. formats: of the weights of all that the layer has, here or not."""
 
     def __init__(self, make: LayerMaker, numbers: range) -> None:
         self._make, self._numbers = make, numbers
@@ -148,7 +154,8 @@ class RoutedExperts(Sequence[SwiGluNode]):
     @cached_property
     def formats(self) -> frozenset[str]:
         make = self._make
-        return frozenset(make.format_of(m) for e in self._numbers for m in make.of_expert(e))
+        every = range(make.config.experts)
+        return frozenset(make.format_of(m) for e in every for m in make.of_expert(e))
 
 
 class MoeNode(NamedTuple):

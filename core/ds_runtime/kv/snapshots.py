@@ -34,8 +34,11 @@ class Pin:
     node: Node
     block: int
     stands: bool = True
+
+
 class StatesBelow(Protocol):
     """Where snapshots lie that the device has no room for: see `kv.tiers.host.HostTier`."""
+
     def has_state(self, name: bytes) -> bool: ...
     def state(self, name: bytes) -> int: ...
     def adopted(self, node: Node) -> None: ...
@@ -100,6 +103,10 @@ class Snapshots:
 
     def __contains__(self, node: Node) -> bool:
         return node in self._new or node in self._read
+
+    def block(self, node: Node) -> int:
+        """That of a node, −1 if it has none."""
+        return self._read.get(node, self._new.get(node, -1))
 
     @property
     def num_pinned(self) -> int:

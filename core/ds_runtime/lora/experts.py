@@ -30,7 +30,7 @@ class AdaptedExperts:
     ) -> Tensor:
         """As layers.Experts."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for e in torch.unique(ids).tolist():
+        for e in torch.unique(ids[ids >= 0]).tolist():
             tokens, place = (ids == e).nonzero(as_tuple=True)
             own = None if adapters is None else adapters[tokens]
             inner = self._ops.silu_mul(self._gate_up[e](x[tokens], own))

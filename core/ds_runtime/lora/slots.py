@@ -218,7 +218,8 @@ class LoraSlots:
                     f"{config.folder}: rank {pair.rank} of {module} is above --max-lora-rank "
                     f"{plan.max_rank}"
                 )
-            staged[module] = self._cut(adapter, module)
+            if module in self._pairs:  # not of an expert of another rank
+                staged[module] = self._cut(adapter, module)
         return staged
 
     def _cut(self, adapter: Adapter, module: str) -> tuple[Tensor, Tensor]:

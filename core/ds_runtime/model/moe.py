@@ -66,6 +66,7 @@ class MoeMlp:
         self.router = load.wide(node.router)
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
+        self.slots = load.expert_slots()
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         limit = None if config.hybrid is None else config.hybrid.limit
@@ -80,16 +81,21 @@ class MoeMlp:
         the tokens of all rows that `enter` gives, where these may say which experts.
         """
         count, adapters = x.shape[0], self.exchange.adapters(batch)
+        if self.slots is not None:
+            return self._by_number(x, batch, self.slots)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
-        logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
-        out = self.experts(x, *self.route(logits, ids), adapters)
+        out = self.experts(x, *self._chosen(x, ids), adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
         return self.exchange.leave(out, batch.order, count)
 
+    def _chosen(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each row, [T, top_k]. ids: of tokens, as in `__call__`."""
+        return self.route(self.ops.router_logits(x, self.router), ids)
+
     def route(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(weights, experts) of each row, [rows, top_k]."""
+        """(weights, experts) of each row, [rows, top_k]. logits: [rows, experts] float32."""
         if not self.softplus:
             return self.ops.route(logits, self.bias, self.routing)
         given = None
@@ -97,3 +103,12 @@ class MoeMlp:
             assert ids is not None, "experts by token need the ids of tokens"
             given = self.table[ids]
         return self.ops.route_softplus(logits, self.bias, given, self.routing)
+
+    def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+        """Where this rank has some of the experts: router and shared experts see its own rows,
+        and rows of all groups come with their choices. slots: as Loader.expert_slots."""
+        exchange, order = self.exchange, batch.order
+        shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
+        weights, ids = exchange.enter_choices(*self._chosen(x), order)
+        out = self.experts(exchange.enter(x, order), weights, slots[ids], exchange.adapters(batch))
+        return exchange.leave(out, order, x.shape[0], None if shared is None else shared())

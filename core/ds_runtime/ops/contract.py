@@ -243,8 +243,10 @@ class Kernel:
     names the row of the op's tolerance that applies where the arithmetic is coarser than the
     compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a row's bits
     depend on that row alone, not on how many others there are, where `Facts.own_bits` asks for it;
-    conformance holds a kernel to it. `bits`: kernels of an op that name the same tag give a
-    row the same bits, so that they may divide calls by rows there, too.
+    conformance holds a kernel to it. `skips_absent`: experts of number −1, which other ranks have,
+    add nothing; a kernel that does not say so is not bound where ranks divide experts by number.
+    `bits`: kernels of an op that name the same tag give a row the same bits, so that they may
+    divide calls by rows there, too.
     `rows` says which calls it serves, where several kernels divide them, `footprint` what it takes
     and reads of memory, and `compiles` how calls are compiled before they are needed.
     """
@@ -261,6 +263,7 @@ class Kernel:
     deterministic: bool = True
     graph_safe: bool = True
     batch_invariant: bool = False
+    skips_absent: bool = False
     bits: str = ""
     note: str = ""
     contract: int = 1

@@ -121,6 +121,8 @@ class Op:
     the contract's previous version names with `fn` and returns the same by this version; empty:
     that version is served no more. `beside` names Protocols of what an object may have beyond it.
 
+    `absent`: ids may be −1, of experts that other ranks have, and kernels say that they skip these.
+
     Of the reference: `waits`, it reads the device to decide what to do; `plain`, it sums no rows,
     so that a row's bits are its own; `compiles`, it is worth torch.compile for few rows.
     """
@@ -150,6 +152,7 @@ class Op:
     sized: bool = False
     waits: bool = False
     plain: bool = False
+    absent: bool = False
     compiles: bool = False
     name: str = ""
     protocol: str = ""

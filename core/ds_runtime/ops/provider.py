@@ -27,6 +27,7 @@ class Declared(TypedDict, total=False):
     deterministic: bool
     graph_safe: bool
     batch_invariant: bool
+    skips_absent: bool
     bits: str
     note: str
     contract: int

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, RowOrder
@@ -98,10 +99,15 @@ class RowExchange(ABC):
         """This group's rows [T, …] → those of all groups [all, …], without any that fill up."""
         return x
 
+    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        """Of this group's rows → of those of all groups: float32 and int32 [all, k]."""
+        return weights, ids
+
     @abstractmethod
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         """A partial result of rows that have entered [all, n] → its sum over the ranks, of the
-        `count` rows that this group gave: [count, n].
+        `count` rows that this group gave: [count, n]. own: what is added to these, a partial
+        result of the ranks of the group [count, n]. `y` must not be used afterwards.
         """
 
     def collect(self, hidden: Tensor, order: Order) -> Tensor:
@@ -202,8 +208,8 @@ class Sum(RowExchange):
         """tp: of the ranks that divide the weights."""
         self._tp = tp
 
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
-        return self._tp.all_reduce(y)
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
+        return self._tp.all_reduce(y if own is None else y.add_(own))
 
 
 class GatherScatter(RowExchange):
@@ -223,14 +229,22 @@ class GatherScatter(RowExchange):
         rows = self._across.gather_rows(_filled(x, order.rows))
         return rows if order.real is None else rows[order.real]
 
-    def leave(self, y: Tensor, order: Order, count: int) -> Tensor:
+    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        both = self.enter(torch.cat((weights.view(torch.int32), ids), 1), order)
+        k = ids.shape[1]
+        return both[:, :k].contiguous().view(torch.float32), both[:, k:].contiguous()
+
+    def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         assert order is not None
         if not order.rows:
             return y
         if order.real is not None:
             every = y.new_zeros(self.groups * order.rows, y.shape[1])
             y = every.index_copy_(0, order.real, y)
-        return self._inside.all_reduce(self._across.reduce_scatter(y))[:count]
+        summed = self._across.reduce_scatter(y)
+        if own is not None:
+            summed[:count].add_(own)
+        return self._inside.all_reduce(summed)[:count]
 
     def collect(self, hidden: Tensor, order: Order) -> Tensor:
         assert order is not None

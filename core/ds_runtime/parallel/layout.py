@@ -9,7 +9,7 @@ from ds_runtime.description.tree import Axis, Ranks, Stored, padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.mesh import AxisName, Mesh
 
-_DIVIDING: tuple[AxisName, AxisName] = "tp", "attn_tp"
+_DIVIDING: tuple[AxisName, ...] = "tp", "attn_tp", "ep"
 Range: TypeAlias = slice  # inside the class, `slice` is the method
 
 
@@ -43,25 +43,29 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """One rank among those that divide FFNs and the vocabulary, and those that divide heads."""
+    """One rank among those that divide FFNs and the vocabulary, heads, and experts by number."""
 
     width: Shard
     heads: Shard
+    experts: Shard = Shard()
 
     @classmethod
     def at(cls, mesh: Mesh, rank: int) -> Shards:
         """Those of one rank."""
-        width, heads = (Shard(mesh.at(rank, axis), mesh.extent(axis)) for axis in _DIVIDING)
-        return cls(width, heads)
+        return cls(*(Shard(mesh.at(rank, axis), mesh.extent(axis)) for axis in _DIVIDING))
 
     @property
     def ranks(self) -> Ranks:
         """How many ranks there are of each."""
-        return Ranks(self.width.size, self.heads.size)
+        return Ranks(self.width.size, self.heads.size, self.experts.size)
 
     def of(self, cut: Axis | None) -> Shard:
         """The share of what is cut so."""
-        return self.heads if cut is not None and cut.over == "heads" else self.width
+        over = "width" if cut is None else cut.over
+        if self.experts.size > 1 and over in ("expert", "shared"):
+            count = self.ranks.of(over)  # neighbours
+            return Shard(self.width.rank % count, count)
+        return self.heads if over == "heads" else self.width
 
     def part(self, stored: Stored, piece: int = 0, pieces: int = 1) -> tuple[Range, Range]:
         """This rank's rows and columns of a matrix.

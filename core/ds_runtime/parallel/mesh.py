@@ -70,7 +70,7 @@ class Mesh:
     @classmethod
     def of(cls, config: EngineConfig) -> Mesh:
         """The mesh of an engine with these settings."""
-        return cls(config.tp, config.attn_dp, hosts=config.nnodes)
+        return cls(config.tp, config.attn_dp, ep=config.expert_parts, hosts=config.nnodes)
 
     @property
     def size(self) -> int:

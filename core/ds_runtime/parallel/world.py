@@ -54,8 +54,8 @@ class World:
 def _split(everyone: Communicator, groups: tuple[Group, ...]) -> Communicator:
     if not hasattr(everyone, "split"):
         raise UnsupportedError(
-            f"--enable-dp-attention: groups of {len(groups[0])} ranks are needed, and the "
-            f"communicator of this platform ({type(everyone).__name__}) has no split: give --dp as "
-            "many as --tp"
+            f"--enable-dp-attention, --ep: groups of {len(groups[0])} ranks are needed, and the "
+            f"communicator of this platform ({type(everyone).__name__}) has no split: give --dp "
+            "and --ep as many as --tp"
         )
     return everyone.split(groups)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import shares_memory
-from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.adapter import LoraPlan, adaptable_modules
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import DRAFT_HEAD, INPUTS
 from ds_runtime.description.structure import (
     JOINED_INPUTS,
     SHARED,
-    adaptable_modules,
     draft_of,
     model_of,
 )
@@ -56,6 +55,7 @@ from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.exchange import exchange_of
 from ds_runtime.parallel.layout import Shards
+from ds_runtime.parallel.placement import Placement
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.quant import PartRequest, Place, Quant
@@ -104,16 +104,22 @@ class Loader:
         if not shares_memory(device):
             self.readers = ThreadPoolExecutor(_AHEAD, "experts", self._reads)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
+        self.placement = Placement.even(config.experts, world.mesh.ep)
+        here = self.shards.experts
+        held = self.placement.held(here.rank) if here.size > 1 else None
         self.tree: ModelTree | DraftTree
+        whole: ModelTree | DraftTree
         within, shared = "", tuple[str, ...]()
         if nextn is None:
-            self.tree = model_of(config, quant.format_of)
+            whole = model_of(config, quant.format_of)
+            self.tree = model_of(config, quant.format_of, experts=held) if held else whole
         else:
-            self.tree = draft_of(config, nextn.layer, quant.format_of)
+            whole = draft_of(config, nextn.layer, quant.format_of)
+            self.tree = draft_of(config, nextn.layer, quant.format_of, held) if held else whole
             within, shared = f"model.layers.{nextn.layer}.", SHARED
         self.modules: Mapping[str, Stored] = by_name(self.tree)
         self.places: Mapping[str, Place] = check_checkpoint(
-            checkpoint, config, quant, self.modules, within, shared
+            checkpoint, config, quant, by_name(whole), within, shared
         )
         if isinstance(self.tree, ModelTree) and self.tree.head is not None:
             (head,) = self.tree.head.parts  # where it is tied, it lies where the embedding does
@@ -335,6 +341,15 @@ class Loader:
         if not self.bound.has("experts", moe.layer, EXPERTS):
             return 0
         return self.bound.facts("experts", moe.layer, EXPERTS).shape[0] - len(moe.experts)
+
+    def expert_slots(self) -> Tensor | None:
+        """[experts] int32: of each routed expert its slot on this rank, −1 where another has it;
+        None where this rank has all."""
+        here = self.shards.experts
+        if here.size == 1:
+            return None
+        local = self.placement.local(here.rank)
+        return torch.tensor(local, dtype=torch.int32, device=self.device)
 
     def experts(self, moe: MoeNode) -> ExpertsLayer | AdaptedExperts:
         """The routed experts of a layer, and the shared ones where they are slots behind them."""

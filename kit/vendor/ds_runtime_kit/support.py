@@ -29,6 +29,20 @@ SHAPES = {"linear": (7168, 2048), "mla_absorb": (4096, 512), "experts": (256, 25
 SHAPES["mla_inputs"] = (2112, 7168)
 SHAPES |= {"experts_limited": SHAPES["experts"], "grouped_linear": (1024, 4096)}
 PAGE_SIZE = 64
+APART = (
+    (
+        "adapters (`--lora`)",
+        "`--batch-invariant`",
+        "no kernel of `lora_delta` gives a row its own bits yet",
+    ),
+    (
+        "trees of drafts (`--speculative-eagle-topk` above 1)",
+        "`--batch-invariant`",
+        "nodes of a tree lie at other places of the cache than tokens of an answer, and are added "
+        "in another order",
+    ),
+)
+"""What does not go together, in pairs, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,7 @@ class Row:
     """Where a kernel serves an op in one format ("" if the op owns no weight): dtype → devices.
 
     A dtype is the compute dtype, with "/fp8" for an FP8 cache. own_bits: --batch-invariant may bind
-    it.
+    it. any_part: --ep above 1 may.
     """
 
     op: str
@@ -45,6 +59,7 @@ class Row:
     format: str
     devices: dict[str, list[str]]
     own_bits: bool = False
+    any_part: bool = False
 
 
 def matrix(plugins: Plugins, wanted: Collection[str] = ()) -> Iterator[Row]:
@@ -70,7 +85,8 @@ def _ask(kernel: Kernel, base: Facts, device: str, found: dict[tuple[str, str, s
     for fmt in sorted(kernel.formats) or ("",):
         facts = replace(base, weight_format=fmt, shape=SHAPES.get(op, ()))
         if refusal(kernel, facts) is None:
-            row = Row(op, kernel.name, kernel.rank, fmt, {}, kernel.batch_invariant)
+            says = kernel.batch_invariant, kernel.skips_absent
+            row = Row(op, kernel.name, kernel.rank, fmt, {}, *says)
             row = found.setdefault((op, kernel.name, fmt), row)
             row.devices.setdefault(dtype, []).append(device)
 
@@ -90,7 +106,19 @@ Asked of the kernels' own gates for DeepSeek-V3 on eight ranks and pages of {pag
 software that the devices' files name: nothing ran for it. `ds-runtime plan --device X` says what is
 chosen for a model. *Unrun*: no kernel has run on such a device, and what is said of it is what its
 vendor and the libraries publish. *own bits*: `--batch-invariant` may bind it
-([batch-invariant.md](batch-invariant.md)).
+([batch-invariant.md](batch-invariant.md)). *any part*: `--ep` above 1 may bind it, as it leaves out
+experts of other ranks.
+
+## What does not go together
+
+`--tp`, `--ep`, `--enable-dp-attention`, drafts, captured steps, kept prefixes, adapters, an FP8
+cache, masks, sparse attention and `--batch-invariant` go together in every other pair: on two ranks
+over Gloo the answers are those of one (`tests/e2e/test_pairs.py`). On GPUs pairs with `--ep` are
+unrun.
+
+| this | and this | why |
+|---|---|---|
+{apart}
 """
 
 
@@ -99,7 +127,9 @@ def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
     across."""
     found = dict(described(plugins))
     devices = {name: platform.info(0) for name, platform in found.items()}
-    lines = [HEAD.format(page=PAGE_SIZE), "| device | is |", "|---|---|"]
+    apart = "\n".join(f"| {' | '.join(said)} |" for said in APART)
+    head = HEAD.format(page=PAGE_SIZE, apart=apart)
+    lines = [head, "## Devices", "", "| device | is |", "|---|---|"]
     for name, info in devices.items():
         unrun = ", *unrun*" if found[name].unrun else ""
         lines.append(f"| {name} | {info.name}, {info.arch}{unrun} |")
@@ -111,7 +141,8 @@ def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
         for row in mine:
             cells = tuple(_cell(row.devices.get(c, []), devices) for c in used)
-            name = f"{row.kernel}, *own bits*" if row.own_bits else row.kernel
+            marks = (row.own_bits, "*own bits*"), (row.any_part, "*any part*")
+            name = ", ".join([row.kernel, *(mark for has, mark in marks if has)])
             alike.setdefault((name, *cells), []).append(row.format or "–")
         for (kernel, *said), formats in alike.items():
             lines.append(f"| {kernel} | {', '.join(formats)} | {' | '.join(said)} |")

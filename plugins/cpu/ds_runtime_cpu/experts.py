@@ -210,13 +210,13 @@ class ExpertsPrepacked:
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         tokens, top_k = ids.shape
-        flat = ids.reshape(-1).to(torch.int64)
+        flat = ids.reshape(-1).to(torch.int64) + 1  # those of −1 come first
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=packed.shape[0]).tolist()
+        absent, *counts = torch.bincount(flat, minlength=packed.shape[0] + 1).tolist()
         rows = order // max(top_k, 1)
         scale = weights.reshape(-1)[order].unsqueeze(-1)  # [pairs, 1]
         sums = torch.zeros(tokens, packed.shape[1])
-        start = 0
+        start = absent
         for e, count in enumerate(counts):
             if count == 0:
                 continue

@@ -235,12 +235,17 @@ ATTENTION: tuple[Kernel, ...] = (
     ),
 )
 MOE: tuple[Kernel, ...] = (
-    _panels("experts", "experts:experts_native", batch_invariant=True),
-    _in_order("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
-    _in_order("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
-    _panels("experts_limited", "experts:limited_native", batch_invariant=True),
-    _in_order("experts_limited", "experts:limited_int8", formats={"int8_channel"}, note=_A8),
-    _in_order("experts_limited", "experts:limited_int4", formats={"int4_group"}, note=_A8),
+    *(
+        spec
+        for op, at in (("experts", "experts"), ("experts_limited", "limited"))
+        for spec in (
+            _panels(op, f"experts:{at}_native", batch_invariant=True, skips_absent=True),
+            *(
+                _in_order(op, f"experts:{at}_{name}", formats={form}, note=_A8, skips_absent=True)
+                for name, form in (("int8", "int8_channel"), ("int4", "int4_group"))
+            ),
+        )
+    ),
     cpu.offer(
         "experts",
         "zen:experts_zentorch_int8",
@@ -252,7 +257,14 @@ MOE: tuple[Kernel, ...] = (
     cpu.offer(
         "experts", "zen:experts_zentorch", RANK_PLATFORM + 1, _zen, formats=_DENSE, note=_FP8
     ),
-    _by_host("experts", "experts:experts_prepacked", _onednn, formats=_FORMATS, note=_FP8),
+    _by_host(
+        "experts",
+        "experts:experts_prepacked",
+        _onednn,
+        formats=_FORMATS,
+        note=_FP8,
+        skips_absent=True,
+    ),
 )
 ROUTING: tuple[Kernel, ...] = (
     _by_row("router_logits", "routing:router_logits"),

@@ -185,6 +185,11 @@ def recorded(by: Callable[[int, bytes], None]) -> Iterator[None]:
         del _recorders[thread]
 
 
+def records() -> bool:
+    """Whether this thread's calls are being recorded."""
+    return threading.get_ident() in _recorders
+
+
 def library_folder() -> Traversable:
     """`_lib` of the installed package; an editable install keeps it apart from the sources."""
     return files("ds_runtime_cpu").joinpath("_lib")

@@ -71,14 +71,10 @@ class CpuPlatform(Platform):
     score = 1
     capture_after = 8  # a size that comes now and then is not worth a recording
 
+    captures = True
+
     def __init__(self) -> None:
         self._isa = AUTO
-        self._ranks = 1
-
-    @property
-    def captures(self) -> bool:  # type: ignore[override]  # it depends on the settings
-        """Of one rank: torch's collectives go on when the op that began them is over."""
-        return self._ranks == 1
 
     def configure(self, config: EngineConfig) -> None:
         """`--cpu-isa`: the variant of the native kernels, and the features that info() tells. Left
@@ -90,7 +86,7 @@ class CpuPlatform(Platform):
         if isa != AUTO and (reason := native.refused(isa)) is not None:
             raise ConfigError(f"--cpu-isa {isa}: {reason}; {_choices(isa)}")
         native.choose(None if isa == AUTO else isa)
-        self._isa, self._ranks = isa, config.tp
+        self._isa = isa
 
     def info(self, rank: int = 0) -> DeviceInfo:
         if self._isa == AUTO:
@@ -161,8 +157,8 @@ class CpuPlatform(Platform):
     ) -> Communicator:
         import torch
 
-        from ds_runtime.api import TorchCommunicator
+        from ds_runtime_cpu.collectives import HostCommunicator
 
         # With more than two ranks a 16-bit sum would round at every hop.
         wide = torch.float32 if size > 2 else None
-        return TorchCommunicator("gloo", rank, size, init_method, timeout, wide)
+        return HostCommunicator("gloo", rank, size, init_method, timeout, wide)

@@ -23,6 +23,7 @@ from ds_runtime_triton.experts import (
     ExpertsDense,
     dense_variant,
     part_of_config,
+    some_absent,
     variant,
 )
 from ds_runtime_triton.jit.coded import coded_experts_kernel
@@ -78,6 +79,7 @@ class CodedLayer:
     gate_up: CodedStack  # rows of gate and up in turns: [experts, 2 · intermediate, hidden]
     down: CodedStack  # [experts, hidden, intermediate]
     sizes: Sizes
+    absent: bool  # other ranks have experts, too
 
 
 def weight_only_variant(facts: Facts, rows: int) -> Hashable:
@@ -132,9 +134,8 @@ class ExpertsWeightOnly:
             if layer is None:
                 key = f"E={count},N={inter},K={hidden}"
                 sizes = tuned(self.arch, self.tag.removeprefix("triton."), key)
-                layer = CodedLayer(
-                    CodedStack.like(turns, count), CodedStack.like(down, count), sizes
-                )
+                stacks = CodedStack.like(turns, count), CodedStack.like(down, count)
+                layer = CodedLayer(*stacks, sizes, some_absent(facts))
             layer.gate_up.put(e, turns)
             layer.down.put(e, down)
         assert layer is not None, "a layer without experts"
@@ -162,17 +163,19 @@ class ExpertsWeightOnly:
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, layer: CodedLayer, config: Config) -> Tensor:
-    pairs, top_k = ids.numel(), ids.shape[1]
+    pairs = ids.numel()
     if config["DIRECT"]:
         tiles = Tiles(ids, ids, ids, pairs)
     else:
         tiles = sorted_pairs(ids, layer.down.words.shape[0], config["BLOCK_M"])
     inter, hidden = layer.gate_up.rows // 2, layer.down.rows
     h = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
-    multiply(x, layer.gate_up, weights, h, tiles, ids, part_of_config(config, "UP_"), True)
+    absent = layer.absent and bool(config["DIRECT"])
+    up, down = ({**part_of_config(config, name), "ABSENT": absent} for name in ("UP_", "DN_"))
+    multiply(x, layer.gate_up, weights, h, tiles, ids, up, True)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    multiply(h, layer.down, weights, y, tiles, ids, part_of_config(config, "DN_"), False)
-    return sum_of_pairs(y, x.shape[0], top_k)
+    multiply(h, layer.down, weights, y, tiles, ids, down, False)
+    return sum_of_pairs(y, ids, layer.absent)
 
 
 def multiply(

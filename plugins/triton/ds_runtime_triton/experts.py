@@ -57,6 +57,7 @@ class Layer:
     sizes: Sizes
     arrived: Tensor  # counters of pieces, see jit/gemm.py
     ue8m0: bool = False
+    absent: bool = False  # other ranks have experts, too
     scaled: bool = field(init=False)  # codes and scales, not numbers
 
     def __post_init__(self) -> None:
@@ -69,9 +70,15 @@ def down_split(low: Config, n: int, tokens: int) -> int:
     return low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
 
 
+def some_absent(facts: Facts) -> bool:
+    """Whether other ranks have experts, too."""
+    return facts.ranks.get("ep", 1) > 1
+
+
 def pairs_of(facts: Facts, tokens: int) -> int:
     """Of a call: every token takes the slots behind the routed experts, too."""
-    return tokens * (facts.dims["top_k"] + facts.shape[0] - facts.dims["experts"])
+    routed = facts.dims["experts"] // facts.ranks.get("ep", 1)
+    return tokens * (facts.dims["top_k"] + facts.shape[0] - routed)
 
 
 def variant(facts: Facts, op: str, tokens: int) -> Hashable:
@@ -135,6 +142,7 @@ class _Experts:
         if layer.scaled:
             scales = layer.gate_up.scale, layer.down.scale
             layer.ue8m0 = all(fp8_blocks.powers_of_two(scale) for scale in scales)
+        layer.absent = some_absent(facts)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
         shared = _shared(layer, self.packing)
         tensors = {"layer": layer, **shared}
@@ -242,7 +250,7 @@ def _gate_up(
         x, scale, stack.values, stack.scale, *h, *tiles[:3], ids, pairs, tokens, n, k,
         x.stride(0), cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         UE8M0=layer.ue8m0, OUT_GROUP=layer.down.group_k or 1, TOP_K=top_k, DIRECT=direct,
-        EVEN=k % config["BLOCK_K"] == 0, **config,
+        EVEN=k % config["BLOCK_K"] == 0, ABSENT=layer.absent and direct, **config,
     )  # fmt: skip
 
 
@@ -274,7 +282,7 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     down_direct_kernel[(tiles, split, tokens)](
         h, h_scale, stack.values, stack.scale, weights, ids, out, pieces, layer.arrived,
         pairs, n, k, cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n,
-        SCALED=layer.scaled,
+        SCALED=layer.scaled, ABSENT=layer.absent,
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return out
@@ -286,7 +294,7 @@ def _vector(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     upper, lower = layer.gate_up, layer.down
     n, k = upper.values.shape[2:]
     assert not layer.scaled or upper.step == lower.step == 1, "a scale per group of columns"
-    own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k}
+    own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k, "ABSENT": layer.absent}
     up = _whole(upper, part_of_config(config, "UP_"), k)
     h = torch.empty(pairs, n, dtype=torch.float32, device=x.device)
     gate_up_vector_kernel[(cdiv(n, up["BLOCK_N"]), pairs)](
@@ -323,7 +331,7 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
         cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
-    return sum_of_pairs(y, *ids.shape)
+    return sum_of_pairs(y, ids, layer.absent)
 
 
 def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
@@ -340,7 +348,7 @@ def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config
         ids, ids.numel(), x.shape[0], x.shape[1], q.stride(0), UE8M0=layer.ue8m0,
         TOP_K=ids.shape[1], BLOCK=BLOCK, **own,
     )  # fmt: skip
-    return sum_of_pairs(y, *ids.shape)
+    return sum_of_pairs(y, ids, layer.absent)
 
 
 def _arranged(

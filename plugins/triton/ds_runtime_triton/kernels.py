@@ -228,6 +228,7 @@ MOE: tuple[Kernel, ...] = (
         formats=_BLOCKS,
         rows=RowRange(FP8_EXPERTS),
         batch_invariant=True,
+        skips_absent=True,
         variant="experts:fp8_variant",
     ),
     _keeping(
@@ -236,6 +237,7 @@ MOE: tuple[Kernel, ...] = (
         _rounds,
         formats=_INT8,
         numerics="int8_w8a8",
+        skips_absent=True,
         variant="experts:int8_variant",
     ),
     _keeping(
@@ -243,12 +245,14 @@ MOE: tuple[Kernel, ...] = (
         "coded_experts:experts_w4afp8",
         _fp8,
         formats=_W4AFP8,
+        skips_absent=True,
         variant="coded_experts:w4afp8_variant",
     ),
     _keeping(
         "experts",
         "coded_experts:experts_weight_only",
         formats=_CODED,
+        skips_absent=True,
         variant="coded_experts:weight_only_variant",
     ),
     _offer(
@@ -257,6 +261,7 @@ MOE: tuple[Kernel, ...] = (
         formats=_BOTH,
         rows=RowRange(DENSE_EXPERTS),
         batch_invariant=True,
+        skips_absent=True,
         variant="experts:dense_variant",
     ),
 )

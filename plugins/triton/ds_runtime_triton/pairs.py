@@ -57,10 +57,10 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> Tiles:
     return tiles
 
 
-def sum_of_pairs(y: Tensor, tokens: int, top_k: int) -> Tensor:
-    """[tokens · top_k, n] → [tokens, n], each token's rows added."""
-    n = y.shape[1]
+def sum_of_pairs(y: Tensor, ids: Tensor, absent: bool) -> Tensor:
+    """[tokens · top_k, n] → [tokens, n], each token's rows added. absent: but those of −1."""
+    (tokens, top_k), n = ids.shape, y.shape[1]
     out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
     width = min(_COLUMNS, pow2(n, 16))
-    sum_pairs_kernel[(tokens, cdiv(n, width))](y, out, n, top_k, width, num_warps=4)
+    sum_pairs_kernel[(tokens, cdiv(n, width))](y, out, ids, n, top_k, width, absent, num_warps=4)
     return out

@@ -10,9 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_runtime.description.adapter import AdapterSpec, PeftConfig, adapted_modules, names_module
+from ds_runtime.description.adapter import (
+    AdapterSpec,
+    PeftConfig,
+    adaptable_modules,
+    adapted_modules,
+    names_module,
+)
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.structure import adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter
 from ds_runtime_kit.models.adapters import change_adapter, change_config, write_adapter

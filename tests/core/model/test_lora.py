@@ -10,8 +10,8 @@ import torch
 from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.assembly.estimate import lora_bytes
+from ds_runtime.description.adapter import adaptable_modules
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.structure import adaptable_modules
 from ds_runtime.description.tree import Ranks
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter

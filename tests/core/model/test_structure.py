@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_harness import decide
 from transformers import (
@@ -22,14 +22,17 @@ from transformers import (
 
 import ds_runtime
 from ds_runtime.checkpoint.tensors import tensors_of
+from ds_runtime.description.adapter import adaptable_modules
 from ds_runtime.description.hf import from_hf, load_config
 from ds_runtime.description.joins import JOINS
 from ds_runtime.description.sites import model_sites
-from ds_runtime.description.structure import SHARED, adaptable_modules, draft_of, model_of
+from ds_runtime.description.structure import SHARED, draft_of, model_of
 from ds_runtime.description.tree import MoeNode, Ranks, by_name
 from ds_runtime.engine.banner import parameters
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.layout import Shard, Shards
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.placement import Placement
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 
@@ -227,6 +230,47 @@ def test_stages_and_ranks_with_experts_of_their_own_make_up_the_whole(raw, data)
     assert [w.module for w in by_name(moved).values()] == [
         name.replace(f"layers.{config.layers}.", "layers.0.") for name in mtp
     ]
+
+
+@SEVERAL
+@given(raw=raws(), tp=st.sampled_from([1, 2, 4]), data=st.data())
+def test_every_part_of_an_expert_has_one_rank(raw, tp, data):
+    """Of routed experts; of everything else each group of attention, or all ranks, have it once."""
+    dp, ep = (data.draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0])) for _ in "de")
+    config, mesh = from_hf(raw), Mesh(tp, dp, ep=ep)
+    every = by_name(model_of(config, dense))
+    seen = {n: torch.zeros(w.shape, dtype=torch.int32) for n, w in every.items()}
+    assume(not config.experts or config.experts % ep == 0)
+    placement = Placement.even(config.experts, ep)
+    for rank in range(tp):
+        held = placement.held(mesh.at(rank, "ep"))
+        shards = Shards.at(mesh, rank)
+        for name, w in by_name(model_of(config, dense, experts=held or None)).items():
+            if len(w.shape) == 2:
+                rows, cols = shards.part(w)
+                seen[name][rows, cols] += 1
+                shape, local = seen[name][rows, cols].shape, w.local(shards.ranks)
+                vocab = w.cut is not None and w.cut.over == "vocab"
+                assert shape == local or (vocab and shape[0] <= local[0])
+    for name, counts in seen.items():
+        over = None if every[name].cut is None else every[name].cut.over
+        whole = {None: tp, "heads": dp, "shared": dp if ep > 1 else 1}.get(over, 1)
+        assert len(every[name].shape) != 2 or counts.eq(whole).all(), name
+
+
+@given(st.integers(0, 12), st.integers(1, 6))
+def test_a_placement_says_where_every_expert_is(each, ep):
+    """Each is on one rank, and the tables of all ranks agree about it."""
+    placement = Placement.even(each * ep, ep)
+    held = [placement.held(rank) for rank in range(ep)]
+    assert [e for own in held for e in own] == list(range(each * ep))
+    for rank, own in enumerate(held):
+        local = placement.local(rank)
+        assert [e for e, slot in enumerate(local) if slot >= 0] == list(own)
+        assert [local[e] for e in own] == list(range(len(own)))
+        assert [(placement.ranks[e], placement.slots[e]) for e in own] == [
+            (rank, slot) for slot in range(len(own))
+        ]
 
 
 @SEVERAL

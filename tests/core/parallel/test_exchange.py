@@ -163,6 +163,14 @@ def test_a_steps_rows_enter_leave_and_are_collected(step):
         assert exchange.most(len(x), batch.order) == max(map(len, by_group))
         every = exchange.enter(x, batch.order)
         assert torch.equal(every, torch.cat(by_group))
+        shares = x.to(torch.float32).repeat(1, 3) / 7, x.to(torch.int32).repeat(1, 3) - 1
+        entered = exchange.enter_choices(*shares, batch.order)
+        wants = torch.cat(by_group) / 7, torch.cat(by_group) - 1
+        for got, want in zip(entered, wants, strict=True):
+            assert got.is_contiguous() and torch.equal(got, want.to(got.dtype).repeat(1, 3))
+        inside = sum(r + 1 for r in range(tp) if r // (tp // dp) == rank // (tp // dp))
+        both = exchange.leave(every * (rank + 1), batch.order, len(x), x * (rank + 1))
+        assert torch.equal(both, x * (sum(range(tp + 1)) + inside))
         out = exchange.leave(every * (rank + 1), batch.order, len(x))
         assert torch.equal(out, x * sum(range(tp + 1)))
         found = exchange.adapters(batch)

@@ -10,7 +10,6 @@ from typing import Any
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.tree import (
     ATTENTION,
-    COLS,
     COMPRESSOR,
     EXPERTS,
     HEAD,
@@ -18,7 +17,6 @@ from ds_runtime.description.tree import (
     HEAD_ROWS,
     INDEXER,
     MLP,
-    ROWS,
     VOCAB,
     Axis,
     CompressedIndexerNode,
@@ -29,6 +27,7 @@ from ds_runtime.description.tree import (
     MixNode,
     ModelTree,
     MoeNode,
+    Over,
     RoutedExperts,
     Stored,
     StreamBlockNode,
@@ -181,20 +180,20 @@ class HybridLayer(LayerMaker):
             self.weight(at, (c.experts, c.hidden), "plain"),
             correction,
             RoutedExperts(self, own),
-            self._swiglu(f"{MLP}.shared_experts", f"{_FFN}.shared_experts"),
+            self._swiglu(f"{MLP}.shared_experts", f"{_FFN}.shared_experts", "shared"),
             table=table,
         )
 
-    def _swiglu(self, place: str, at: str) -> SwiGluNode:
+    def _swiglu(self, place: str, at: str, over: Over) -> SwiGluNode:
         inner, hidden = self.config.moe_intermediate, self.config.hidden
         gate, up, down = (f"{at}.{name}" for name in _TRIO)
         shape = (inner, hidden)
-        both = self.product(f"{place}.gate_up_proj", {gate: shape, up: shape}, ROWS)
-        below = self.product(f"{place}.down_proj", {down: (hidden, inner)}, COLS)
+        both = self.product(f"{place}.gate_up_proj", {gate: shape, up: shape}, Axis(0, over))
+        below = self.product(f"{place}.down_proj", {down: (hidden, inner)}, Axis(1, over))
         return SwiGluNode(self.number, place, both, below)
 
     def expert(self, number: int) -> SwiGluNode:
-        return self._swiglu(EXPERTS, f"{_FFN}.experts.{number}")
+        return self._swiglu(EXPERTS, f"{_FFN}.experts.{number}", "expert")
 
     def of_expert(self, number: int) -> tuple[str, ...]:
         return tuple(f"{self.stored}{_FFN}.experts.{number}.{name}" for name in _TRIO)

@@ -56,6 +56,8 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield f"does not read weight format {facts.weight_format!r}; it reads {read}"
     if facts.phase != "any" and facts.phase not in kernel.phases:
         yield f"does not serve the {facts.phase} phase"
+    if op.absent and facts.ranks.get("ep", 1) > 1 and not kernel.skips_absent:
+        yield Fixable("does not skip experts of other ranks", "leave --ep out")
     if facts.deterministic and not kernel.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
     if kernel.footprint.beside and op.name in facts.crowded:

@@ -168,6 +168,7 @@ class LimitedOps(Area):
     )
     experts_limited: ExpertsLimited = op(
         reference=f"{_REF}:ReferenceLimitedExperts",
+        absent=True,
         tolerance=moe.ExpertOps.experts.tolerance,  # type: ignore[attr-defined]
         results={"apply": lambda f, x, *_: (form(x),)},
         rows={"apply": (0, 1, 2)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.ops.contract import Routing
+from ds_runtime.ops.contract import Dims, Routing
 from ds_runtime.ops.contracts.results import form
 from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
@@ -74,7 +74,8 @@ class Experts(Protocol):
     `pack(source, facts)` reads experts one by one. `apply(x, weights, ids, packed)`: x [tokens,
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
-    without tokens and tokens == 0 are legal. Formats as in Linear.
+    without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
+    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
@@ -133,8 +134,14 @@ def route_samples(facts: Facts) -> Iterator[Case]:
 
 
 def _experts_case(
-    make: Maker, label: str, sizes: tuple[int, int, int], fmt: str = "dense", cut: int = 0
+    make: Maker,
+    label: str,
+    sizes: tuple[int, int, int],
+    fmt: str = "dense",
+    cut: int = 0,
+    absent: bool = False,
 ) -> Case:
+    """absent: of some choices another rank has the expert, of some tokens of all."""
     experts, hidden, inter = sizes
     triples = [
         (
@@ -146,6 +153,8 @@ def _experts_case(
     ]
     packed_from = fmt.partition(" ")[0]
     facts = replace(make.facts, weight_format=packed_from, shape=(experts, inter, hidden))
+    if absent:
+        facts = replace(facts, ranks=Dims({**facts.ranks, "ep": 2}))
     calls = [cases.Call((cases.SampleExperts(triples), facts), method="pack", save="packed")]
     top_k = min(3, experts)
     for tokens in (0, 1, 2, 19):
@@ -154,6 +163,9 @@ def _experts_case(
         chosen = torch.stack(ids).int() if ids else torch.empty(0, top_k, dtype=torch.int32)
         weights = make.uniform(tokens, top_k).to(torch.float32)
         weights[: tokens // 4, 0] = 0
+        if absent:
+            chosen[::2, 1:] = -1
+            chosen[1::3] = -1
         args = (make.normal(tokens, hidden), weights, chosen, cases.Saved("packed"))
         calls.append(cases.Call(args, method="apply"))
     empty = (torch.empty(0, top_k), torch.empty(0, top_k, dtype=torch.int32))
@@ -173,6 +185,9 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
     )
     for label, sizes in dense:
         yield _experts_case(cases.Maker(facts, label), label, sizes)
+    for fmt in ("dense", "fp8_block", "int8_channel", "int4_group"):
+        label = f"{fmt} of other ranks"
+        yield _experts_case(cases.Maker(facts, label), label, (4, 128, 128), fmt, absent=True)
     quantised = (
         ("fp8", (4, 128, 128), 0),
         ("fp8 partial", (3, 192, 176), 0),
@@ -258,7 +273,7 @@ def _logits(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 def _slots(s: Sizes) -> tuple[int, int]:
     """(of shared experts, which every token takes; chosen and shared ones of a token)."""
-    shared = s.facts.shape[0] - s.facts.dims["experts"]
+    shared = s.facts.shape[0] - s.facts.dims["experts"] // s.facts.ranks.get("ep", 1)
     return shared, s.facts.dims["top_k"] + shared
 
 
@@ -329,6 +344,7 @@ class ExpertOps(Area):
     )
     experts: Experts = op(
         reference=f"{_REF}:ReferenceExperts",
+        absent=True,
         tolerance={"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 4e-3} | _COARSE,
         results={"apply": lambda f, x, *_: (form(x),)},
         rows={"apply": (0, 1, 2)},

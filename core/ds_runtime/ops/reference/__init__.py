@@ -73,6 +73,7 @@ def _offer(name: str) -> Kernel:
         contract=op.version,
         graph_safe=not op.waits,
         batch_invariant=op.plain,
+        skips_absent=op.absent,
     )
 
 

@@ -135,7 +135,7 @@ def _fitting(place: TrueInputs, memory: Memory) -> tuple[TrueInputs, str]:
     count, inter, hidden = facts.shape
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
     one = sum(matrix_bytes(*shape, facts.weight_format, facts.dtype) for shape in shapes)
-    shared = count - facts.dims["experts"]
+    shared = count - facts.dims["experts"] // facts.ranks.get("ep", 1)
     fit = max(facts.dims["top_k"] + shared, min(count, int(memory.most // one)))
     if fit == count:
         return place, ""

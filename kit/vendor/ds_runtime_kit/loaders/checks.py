@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import SINGLE
-from ds_runtime.description.tree import ROWS, Stack, Stored
+from ds_runtime.description.tree import Axis, Stack, Stored
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
 from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS
@@ -222,7 +222,7 @@ def _write(
         )
     names = Quant.named(module, quant.encoding(module))
     save_file({names[c]: t.contiguous() for c, t in sample.tensors.items()}, into / SINGLE)
-    stored = Stored(module, shape, quant.format_of(module), ROWS)
+    stored = Stored(module, shape, quant.format_of(module), Axis(0, "width"))
     checkpoint = Checkpoint(into)
     return Written(label, sample, quant, stored, checkpoint, quant.place(checkpoint, stored))
 
@@ -244,7 +244,7 @@ def _stack(
     for first, name in enumerate(("gate_proj", "up_proj")):
         module = _EXPERT.replace("gate_proj", name)
         stack = Stack(_STACK, 1, first, 2)
-        stored = Stored(module, shape, quant.format_of(module), ROWS, stack=stack)
+        stored = Stored(module, shape, quant.format_of(module), Axis(0, "width"), stack=stack)
         rows = slice(first * shape[0], (first + 1) * shape[0])
         half = replace(trio[1], values=trio[1].values[rows])
         checkpoint = Checkpoint(into)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ds_runtime.description.adapter import adaptable_modules
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.structure import adaptable_modules
 
 Wanted = Callable[[str], bool]
 

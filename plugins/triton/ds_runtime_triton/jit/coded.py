@@ -19,7 +19,7 @@ from ds_runtime_triton.jit.decode import (
     decode_int8,
 )
 from ds_runtime_triton.jit.entry import entry, follow
-from ds_runtime_triton.jit.experts import place_of, tile_rows
+from ds_runtime_triton.jit.experts import is_here, place_of, tile_rows
 from ds_runtime_triton.jit.gemm import row_side, store_tile, tile_place, token_side
 from ds_runtime_triton.jit.small import silu
 
@@ -278,7 +278,7 @@ def coded_experts_kernel(
     SPANS_PER_SCALE: tl.constexpr, SHIFT: tl.constexpr, ASYM: tl.constexpr, ROWS: tl.constexpr,
     A8: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, SWAP: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, DIRECT: tl.constexpr, GROUP: tl.constexpr,
-    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a tile (jit/experts.py) times one matrix of its expert, [experts, N, …].
@@ -292,7 +292,7 @@ def coded_experts_kernel(
     if not DIRECT:
         tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
-    if tile < tiles_m:
+    if is_here(ids, tile, tiles_m, ABSENT):
         expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, DIRECT)
         row, rows = pair, pairs
         if GATED:

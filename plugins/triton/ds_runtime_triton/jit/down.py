@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ds_runtime_triton.jit.entry import entry, follow
-from ds_runtime_triton.jit.experts import place_of, tile_rows
+from ds_runtime_triton.jit.experts import is_here, place_of, tile_rows
 from ds_runtime_triton.jit.gemm import (
     columns,
     product,
@@ -141,6 +141,7 @@ def down_direct_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token: Σ over its experts of weight · (h · downᵀ): out [tokens, N]. Its experts are
@@ -163,7 +164,7 @@ def down_direct_kernel(
     w_scales = row_scales(w_scale, tile, read, width, GROUP_N, BLOCK_N)
     for i in tl.static_range(each):
         choice = split * each + i
-        if choice < TOP_K:
+        if is_here(ids + token * TOP_K, choice, TOP_K, ABSENT):
             pair = token.to(tl.int64) * TOP_K + choice
             expert = tl.load(ids + pair).to(tl.int64)
             share = tl.load(weights + pair)
@@ -205,6 +206,7 @@ def down_vector_kernel(
     BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
+    ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """As down_direct_kernel without the matrix unit: one token, BLOCK_N rows of all its experts, in
@@ -223,12 +225,16 @@ def down_vector_kernel(
         first = (at % steps) * GROUPS
         start = first * BLOCK_K
         expert, share = tl.load(ids + pair).to(tl.int64), tl.load(weights + pair)
+        end = K
+        if ABSENT:
+            end = tl.where(expert >= 0, K, 0)
+            expert, share = tl.maximum(expert, 0), tl.where(expert >= 0, share, 0.0)
         w_rows = w + ((expert * N + read) * K)[:, None, None] + start + inside[None, :, :]
         h_row = h + pair * K + start + inside
-        if EVEN:
+        if EVEN and not ABSENT:
             a, b = tl.load(h_row), tl.load(w_rows)
         else:
-            real = start + inside < K
+            real = start + inside < end
             a = tl.load(h_row, mask=real, other=0.0)
             b = tl.load(w_rows, mask=real[None, :, :], other=0.0)
         if SCALED:

@@ -1,7 +1,8 @@
 """Routed experts: pairs (token, choice) sorted into tiles of one expert, then two matmuls.
 
 Pair p is choice p % top_k of token p // top_k. A tile holds up to BLOCK_M pairs of one expert;
-empty places hold the number of pairs. With DIRECT nothing is sorted: tile p is pair p alone.
+empty places hold the number of pairs. With DIRECT nothing is sorted: tile p is pair p alone. With
+ABSENT the expert of a pair may be −1: it is in no tile, and nothing reads what its row holds.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def sort_pairs_kernel(
         counts = tl.zeros((EXPERTS,), tl.int32)
         for start in range(0, pairs, CHUNK):
             at = start + lane
-            id = tl.load(ids + at, mask=at < pairs, other=0)
-            counts += tl.histogram(id, EXPERTS, mask=at < pairs)
+            id = tl.load(ids + at, mask=at < pairs, other=-1)
+            counts += tl.histogram(id, EXPERTS, mask=id >= 0)
         tiles = (counts + BLOCK_M - 1) // BLOCK_M
         first = tl.sum(tl.where(expert < even, tiles, 0), 0)
         own = tl.sum(tl.where(expert == even, tiles, 0), 0)
@@ -119,6 +120,15 @@ def tile_rows(
 
 
 @triton.jit
+def is_here(ids, tile, tiles, ABSENT: tl.constexpr):
+    """Whether there is such a tile. ABSENT: tiles are pairs, and some experts are not here."""
+    here = tile < tiles
+    if ABSENT:
+        here = tl.load(ids + tile, mask=here, other=-1) >= 0
+    return here
+
+
+@triton.jit
 def place_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
     """As tile_place, for a number of token tiles that only the device knows."""
     per_group = GROUP * tiles_n
@@ -159,6 +169,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """silu(x · gateᵀ) · (x · upᵀ) of the pairs of a tile: out [pairs, N].
@@ -173,7 +184,7 @@ def gate_up_kernel(
     if not DIRECT:
         tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
-    if tile < tiles_m:
+    if is_here(ids, tile, tiles_m, ABSENT):
         expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, DIRECT)
         token = pair // TOP_K
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -254,6 +265,7 @@ def gate_up_vector_kernel(
     BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
+    ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """As gate_up_kernel for a few tokens, without the matrix unit: one pair, BLOCK_N rows of gate
@@ -262,6 +274,9 @@ def gate_up_vector_kernel(
     follow(PDL)
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
+    if ABSENT:  # noqa: SIM102 - known when it is compiled
+        if expert < 0:
+            return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(n, N - 1)
     group = tl.arange(0, GROUPS)
@@ -302,13 +317,18 @@ def gate_up_vector_kernel(
 
 
 @entry
-def sum_pairs_kernel(y, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def sum_pairs_kernel(
+    y, out, ids, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ABSENT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """out[t] = Σ_k y[t · TOP_K + k], one block of columns of one token."""
     follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
-        place = y + (token * TOP_K + i) * n + cols
-        total += tl.load(place, mask=cols < n, other=0.0).to(tl.float32)
+        place, end = y + (token * TOP_K + i) * n + cols, n
+        if ABSENT:
+            end = tl.where(tl.load(ids + token * TOP_K + i) >= 0, n, 0)
+        total += tl.load(place, mask=cols < end, other=0.0).to(tl.float32)
     tl.store(out + token * n + cols, total.to(out.dtype.element_ty), mask=cols < n)

@@ -119,7 +119,7 @@ class ReferenceExperts:
         packed.expect(self.tag)
         gate_up, down = packed.tensors["gate_up"], packed.tensors["down"]
         out = torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
-        for e in torch.unique(ids).tolist():
+        for e in torch.unique(ids[ids >= 0]).tolist():
             tokens, place = (ids == e).nonzero(as_tuple=True)
             y = F.linear(activation(F.linear(x[tokens], gate_up[e])), down[e])
             out[tokens] += y.to(out.dtype) * weights[tokens, place, None].to(out.dtype)

@@ -1,0 +1,127 @@
+"""Routed experts divided by number among real ranks over Gloo: the answers of one rank."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from test_dp_attention import SETTINGS, ask, same
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.parallel.placement import check_experts
+
+LAYOUTS = {
+    "ep 2": {"tp": 2, "ep": 2},
+    "ep 2 of 4": {"tp": 4, "ep": 2},
+    "ep 2, groups": {"tp": 2, "ep": 2, "enable_dp_attention": True},
+    "ep 4": {"tp": 4, "ep": 4},
+    "ep 4, groups": {"tp": 4, "ep": 4, "enable_dp_attention": True},
+    "ep 4, groups of two": {"tp": 4, "dp": 2, "ep": 4, "enable_dp_attention": True},
+    "ep 2, four groups": {"tp": 4, "ep": 2, "enable_dp_attention": True},
+}
+SHORT = ("ep 2", "ep 2, groups", "ep 4, groups of two")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    with LLM(tiny, **SETTINGS) as llm:
+        return ask(llm)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+)
+def test_mixed_batches_give_what_one_rank_gives(tiny, alone, name):
+    layout = LAYOUTS[name]
+    with LLM(tiny, **SETTINGS, **layout) as llm:
+        same(ask(llm), alone)
+        sites = {s.op: s for s, _ in llm._assembly.binding.choices}
+        assert sites["experts"].shape == (8 // layout["ep"], 32 * layout["ep"] // layout["tp"], 64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 4, "ep": 3}, "--ep 3: ranks of --tp hold parts .* --tp 4 does not divide into 3"),
+        ({"ep": 2}, "--ep 2: .* --tp 1 does not divide into 2: give a divisor of 1, or --tp 2"),
+        (
+            {"tp": 3, "ep": 3, "enable_dp_attention": True},
+            "--ep 3: the 8 routed experts of this model do not divide into 3 parts: give a divisor",
+        ),
+        ({"tp": 2, "ep": -1}, "--ep -1: must be at least 0"),
+        (
+            {"tp": 2, "ep": 2, "fusion": ("shared_experts=on",)},
+            "--fusion shared_experts: with --ep 2 a slot of a shared expert .* leave it out",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_are_a_sentence_before_anything_starts(tiny, layout, said):
+    with pytest.raises(ConfigError, match=said):
+        LLM(tiny, **SETTINGS, **layout)
+
+
+def test_a_model_without_experts_has_none_to_divide(tiny):
+    dense = replace(load_config(tiny), experts=0)
+    with pytest.raises(ConfigError, match="--ep 2: this model has no routed experts: leave it out"):
+        check_experts(dense, EngineConfig(tp=2, ep=2))
+    check_experts(dense, EngineConfig(tp=2))
+
+
+@pytest.mark.parametrize("flags", [("--ep", "3"), ("--ep-size", "8")])
+def test_a_server_that_cannot_start_is_gone_with_a_sentence(tiny, flags):
+    words = ["serve", "--model", str(tiny), "--platform", "cpu", "--tp", "4", "--port", "0"]
+    command = [sys.executable, "-m", "ds_runtime", *words, *flags]
+    start = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        text = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 1 and time.monotonic() - start < 10
+    lines = [line for line in text.splitlines() if "--ep" in line]
+    assert len(lines) == 1 and "Traceback" not in text
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(tiny) in (p.info["cmdline"] or ())
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ep", "2"),
+        ("--ep-size", "2"),
+        ("--expert-parallel-size", "2"),
+        ("--enable-ep-moe",),
+        ("--enable-expert-parallel",),
+        ("--ep", "0"),
+    ],
+)
+def test_plan_says_what_each_rank_holds(tiny, capsys, flags):
+    words = ["plan", "--model", str(tiny), "--platform", "cpu", "--tp", "2"]
+    assert main(words) == 0
+    whole = capsys.readouterr().out
+    assert main([*words, *flags]) == 0
+    divided = capsys.readouterr().out
+    assert "experts by number in 2 parts" in divided and "group ep: 0 1" in divided
+    assert "experts by number" not in whole and "group ep" not in whole
+    weights = [re.search(r"weights ([\d.]+) (\w+)", said).groups() for said in (whole, divided)]
+    assert weights[0] == weights[1], "half the experts, or half of each"
+
+
+def test_a_dead_rank_ends_all(tiny):
+    llm = LLM(tiny, **SETTINGS, tp=2, ep=2, enable_dp_attention=True)
+    pids = llm.pids
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    psutil.Process(pids[0]).kill()
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1 was ended by SIGKILL"):
+        list(stream)
+    llm.close()
+    assert time.monotonic() - start < 10 and not any(map(psutil.pid_exists, pids))
