@@ -93,8 +93,15 @@ def test_drafts_are_taken_back(six, seed):
     assert not error(0) < 1e-2
 
 
-def test_two_ranks_answer_as_one(six):
-    folder, oracle = six
+@pytest.mark.parametrize(
+    "more",
+    [{"tp": 2}, {"tp": 2, "enable_dp_attention": True}, {"tp": 4}],
+    ids=["two", "two with sequences of their own", "four"],
+)
+def test_ranks_answer_as_one(tmp_path, more):
+    """Heads, groups and experts are divided, and token ids reach the experts of every rank."""
+    oracle = HybridOracle({**BASE, "o_groups": 4}, seed=3)
+    oracle.model.save_pretrained(tmp_path)
     prompts = [oracle.prompt(n, n) for n in (5, 129, 200)]
-    with LLM(folder, **{**SETTINGS, "kv_memory": "50MB"}, tp=2) as llm:
+    with LLM(tmp_path, **{**SETTINGS, "kv_memory": "50MB"}, **more) as llm:
         compare(oracle, prompts, llm.generate(prompts, SCORED))
