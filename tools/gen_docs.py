@@ -236,7 +236,23 @@ def support_matrix() -> str:
     plugins = load_plugins(PLUGINS)
     page = SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
     said = ", ".join(" ".join(next(iter(told.items()))) for told in _clients().values())
-    return f"{page.rstrip()}\n\n{SUPPORT_CLIENTS}{said}. |\n"
+    return f"{page.rstrip()}\n\n{SUPPORT_PAGES}\n{SUPPORT_CLIENTS}{said}. |\n"
+
+
+PAGES = {
+    "engines of one rank, by shared memory, Unix sockets or TCP": (
+        "*ran on* CPUs, *unrun* on other devices"
+    ),
+    "replicas (`--dp` without DP attention)": "each is an engine of one rank: as above",
+    "`--tp` above 1, DP attention included": "refused, with that reason",
+    "a vendor's fabric (`ds_kv_transfer`)": "*unrun*: its contract and conformance cases alone",
+}
+SUPPORT_PAGES = """\
+## Pages from engine to engine
+
+| [handed over](kv-transfer.md) between | state |
+|---|---|
+""" + "".join(f"| {what} | {state} |\n" for what, state in PAGES.items())
 
 
 SUPPORT_CLIENTS = """\

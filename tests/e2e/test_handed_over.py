@@ -148,6 +148,29 @@ def test_pages_of_an_adapter_go_to_the_same_adapter(tiny, tmp_path):
         one.close()
 
 
+@pytest.mark.parametrize("which", ["model", "adapter at the start", "adapter"])
+def test_files_that_changed_since_they_were_loaded_are_of_other_pages(tiny, tmp_path, which):
+    """What runs is what was loaded: nobody can say any more what that was."""
+    shutil.copytree(tiny, model := tmp_path / "model")
+    write_adapter(tmp_path / "a", load_config(tiny), lambda m: m.endswith("o_proj"), rank=4)
+    more = {"lora": (f"one={tmp_path / 'a'}",)} if which == "adapter at the start" else {}
+    engine, desk = made(
+        model, tmp_path / "x", max_loras=2, max_lora_rank=4, lora_target_modules=("o_proj",), **more
+    )
+    if which == "adapter":
+        engine.load_adapter("one", str(tmp_path / "a"))
+    adapter = "" if which == "model" else "one"
+    asked(engine, adapter=adapter)
+    file = (model if which == "model" else tmp_path / "a") / "new"
+    target = next(f for f in file.parent.iterdir() if f.suffix == ".safetensors")
+    shutil.copy(target, file)
+    os.replace(file, target)
+    desk.take(HoldPages(token="h", prompt=PROMPT, adapter=adapter))
+    assert f"{target}: has changed since it was loaded" in answered(desk).refused
+    for one in (desk, engine):
+        one.close()
+
+
 class Plugin(ModuleType):
     """Brings what moves pages: ends of one process."""
 

@@ -18,6 +18,7 @@ from ds_runtime.assembly.result import Assembly, undone
 from ds_runtime.assembly.room import REQUESTS
 from ds_runtime.assembly.rules import Terms, settle
 from ds_runtime.assembly.site_list import SiteList, apart
+from ds_runtime.checkpoint.base import stamps_of
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
@@ -87,6 +88,7 @@ def assemble(
             )
     info = _device(platform, config)
     folder = resolve_model(config.model)
+    stamps = {**stamps_of(folder)}
     model = load_config(folder)
     model.check_tp(config.tp, Mesh.of(config).attn_tp, config.expert_parts)
     check_experts(model, config)
@@ -109,6 +111,8 @@ def assemble(
     _check_threads(config)
     check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
+    for adapter in lora.adapters if lora is not None else ():
+        stamps |= stamps_of(adapter.folder)
     captured = platform.captures and not config.disable_graph
     if captured and (why := _uncapturable(platform, config, lora)):
         captured, config = False, with_changes(config, {"disable_graph": True})
@@ -118,6 +122,8 @@ def assemble(
     _check_platform_alive(platform, plugins)
     loader = find_loader(offers, model, str(folder / "config.json"))
     drafts = _drafts(config, folder, model, offers)
+    if drafts is not None:
+        stamps |= stamps_of(drafts[0].folder)
     places = SiteList(config, model, loader, lora, drafts, info.fast_dtypes)
     sites = cache(places.sites)
     pins = _pins(config, offers, plugins, places.apart, sites(places.apart, places.rounds))
@@ -152,6 +158,7 @@ def assemble(
             nextn=nextn,
             nextn_loader=nextn_loader,
             changes=tuple(changes),
+            stamps=stamps,
         )
 
     requests = 0 if sized else None

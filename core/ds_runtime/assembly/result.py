@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime._version import __version__
 from ds_runtime.assembly.plan import Plan, make_rows
+from ds_runtime.checkpoint.files import Stamps
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
@@ -75,6 +76,9 @@ class Assembly:
     changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
     forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
     rulings: tuple[Ruling, ...] = ()
+    stamps: Stamps = field(
+        default_factory=dict
+    )  # of all files of weights, before the first is read
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -6,9 +6,11 @@ own; tensors that it lacks, tokenizer, template and generation settings are the 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from ds_runtime.checkpoint.files import read_object
+from ds_runtime.checkpoint.files import Stamp, Stamps, read_object
+from ds_runtime.checkpoint.gguf.folder import LINK, linked_files
 from ds_runtime.errors import CheckpointError, shown
 
 KEY = "base_model"
@@ -43,6 +45,23 @@ def part_of(folder: Path, name: str) -> Path:
     if path.exists() or (base := base_of(folder)) is None:
         return path
     return base / name
+
+
+def stamps_of(folder: Path) -> Stamps:
+    """Of all files in a checkpoint's folder, or an adapter's, and of those that it stands for: take
+    them before the first is read. What is missing or broken is left to whoever reads it."""
+    folders, files = [folder], list[Path]()
+    with suppress(CheckpointError):
+        folders += [base] if (base := base_of(folder)) is not None else []
+    for one in folders:
+        with suppress(CheckpointError, OSError):
+            files += sorted(one.iterdir())
+            files += linked_files(one / LINK) if (one / LINK).is_file() else []
+    found = dict[Path, Stamp]()
+    for file in files:
+        with suppress(OSError):
+            found[file] = Stamp.of(file)
+    return found
 
 
 def _named(folder: Path) -> object:

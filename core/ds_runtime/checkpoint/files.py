@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ds_runtime.errors import CheckpointError
 
@@ -18,6 +19,25 @@ SETTINGS = 16 << 20  # bytes of a file of settings; published ones take less tha
 LISTS = 64 << 20  # of one that grows with the vocabulary or with the tensors
 HEADER = 100 << 20  # of the header of a safetensors file
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+
+
+class Stamp(NamedTuple):
+    """What changes with a file's bytes, whatever its writer sets back."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int  # nanoseconds, as the next
+    changed: int
+
+    @staticmethod
+    def of(path: Path) -> Stamp:
+        """Where links lead to. Raises OSError."""
+        at = path.stat()
+        return Stamp(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+
+
+Stamps = Mapping[Path, Stamp]
 
 
 def open_plain(path: Path) -> IO[bytes]:

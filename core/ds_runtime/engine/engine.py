@@ -81,7 +81,7 @@ class Engine:
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
         pools = [_pages(config, runner.memory) for _ in range(runner.parts.exchange.groups)]
         self.scheduler = Scheduler(limits, pools)
-        self.adapters = Adapters(assembly.lora)
+        self.adapters = Adapters(assembly.lora, assembly.stamps)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
         self._since: float | None = None  # the last result came, and there was work ever since

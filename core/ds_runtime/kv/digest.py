@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from ds_runtime.checkpoint.files import open_plain, read_bytes
+from ds_runtime.checkpoint.files import Stamp, Stamps, open_plain, read_bytes
 from ds_runtime.checkpoint.tensors import StoredTensor, read_header, tensors_of
 from ds_runtime.errors import CheckpointError
 
@@ -23,29 +23,38 @@ _BLOCK = 4 << 10  # bytes that are read in front, in the middle and at the end o
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _ADAPTED = "adapter_model.safetensors"
 
-_known: dict[tuple[tuple[str, int, int], ...], str] = {}  # by names, sizes and times of files
 
-
-def weights_digest(folder: Path) -> str:
-    """Of a checkpoint and its config.json, or of an adapter: 64 hexadecimal digits. Files that have
-    not changed since are not read again. Raises CheckpointError."""
+def weights_digest(folder: Path, loaded: Stamps) -> str:
+    """Of a checkpoint and its config.json, or of an adapter: 64 hexadecimal digits. loaded: stamps
+    of its files from before they were loaded. Raises CheckpointError, also for files that have
+    changed since: what runs is of others then."""
     try:
-        return _of(folder)
+        if (folder / _ADAPTER).is_file():
+            said, entries = folder / _ADAPTER, read_header(folder / _ADAPTED)
+        else:
+            said, entries = folder / _CONFIG, tensors_of(folder)
+        found = _digest(read_bytes(said), entries)
+        _check({said, *(entry.file for entry in entries.values())}, loaded)
     except OSError as e:
         raise CheckpointError(f"{folder}: its weights cannot be read for their digest: {e}") from e
+    return found
 
 
-def _of(folder: Path) -> str:
-    if (folder / _ADAPTER).is_file():
-        said, entries = folder / _ADAPTER, read_header(folder / _ADAPTED)
-    else:
-        said, entries = folder / _CONFIG, tensors_of(folder)
-    files = {said, *(entry.file for entry in entries.values())}
-    held = [(file, file.stat()) for file in sorted(files)]
-    stamps = tuple((str(file), at.st_size, at.st_mtime_ns) for file, at in held)
-    if (known := _known.get(stamps)) is None:
-        known = _known[stamps] = _digest(read_bytes(said), entries)
-    return known
+def config_digest(folder: Path, loaded: Stamps) -> str:
+    """As `weights_digest`, of config.json alone."""
+    found = hashlib.sha256(read_bytes(folder / _CONFIG)).hexdigest()
+    _check({folder / _CONFIG}, loaded)
+    return found
+
+
+def _check(files: Collection[Path], loaded: Stamps) -> None:
+    """After they were read: a file that changes meanwhile has another stamp for ever."""
+    for file in sorted(files):
+        if loaded.get(file) != Stamp.of(file):
+            raise CheckpointError(
+                f"{file}: has changed since it was loaded, so nobody can say what pages are of: "
+                "start the engine again (an adapter: load it again) to hand pages over"
+            )
 
 
 def _digest(said: bytes, entries: Mapping[str, StoredTensor]) -> str:

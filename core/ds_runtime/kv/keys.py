@@ -13,7 +13,7 @@ from hashlib import sha256
 from struct import pack
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.kv.digest import weights_digest
+from ds_runtime.kv.digest import config_digest, weights_digest
 from ds_runtime.parallel.mesh import Mesh
 
 
@@ -37,16 +37,15 @@ class Origin:
     @staticmethod
     def of(assembly: Assembly, rank: int = 0) -> Origin:
         """That of the pages of one rank, of the model itself and without a salt. Reads parts of all
-        weights, once: seconds, where they are many. Raises CheckpointError."""
+        weights, once: seconds, where they are many. Raises CheckpointError, also where files have
+        changed since they were loaded."""
         config, model = assembly.config, assembly.folder
         folders = [model, *([] if assembly.nextn is None else [assembly.nextn.folder])]
         made = [config.load_format, config.quantize, config.speculative_draft_quantize]
         if config.load_format != "dummy":  # those follow from config.json
-            made += [weights_digest(folder) for folder in dict.fromkeys(folders)]
+            made += [weights_digest(one, assembly.stamps) for one in dict.fromkeys(folders)]
         else:
-            made += [
-                sha256((folder / "config.json").read_bytes()).hexdigest() for folder in folders
-            ]
+            made += [config_digest(folder, assembly.stamps) for folder in folders]
         laid, heads = assembly.caches, Mesh.of(config).attn_tp if config.disable_mla else 1
         return Origin(
             weights=" ".join(made),

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ds_runtime.checkpoint.base import stamps_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.kv import digest
-from ds_runtime.kv.digest import weights_digest
 
 
 def folder(path, tensors, **config):
@@ -22,6 +22,10 @@ def folder(path, tensors, **config):
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+def weights_digest(path):
+    return digest.weights_digest(path, stamps_of(path))
 
 
 def tensors():
@@ -61,13 +65,39 @@ def test_large_tensors_are_read_in_part(tmp_path, monkeypatch):
     assert sum(read) == 3 * 4096
 
 
-def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["written", "replaced", "written, times set back", "added"])
+@pytest.mark.parametrize("which", ["config.json", "model.safetensors"])
+def test_files_that_changed_since_they_were_loaded_have_none(tmp_path, which, how):
+    """What runs is of the old ones."""
     own = folder(tmp_path / "a", tensors())
-    first = weights_digest(own)
-    monkeypatch.setattr(digest, "_digest", lambda *_: "read")
-    assert weights_digest(own) == first
-    os.utime(own / "model.safetensors", ns=(1, 1))
-    assert weights_digest(own) == "read"
+    file, loaded = own / which, stamps_of(own)
+    assert digest.weights_digest(own, loaded) == weights_digest(own)
+    before, data = file.stat(), file.read_bytes()
+    if how == "replaced":
+        (other := tmp_path / "other").write_bytes(data)
+        os.replace(other, file)
+    elif how == "added":
+        loaded = {path: stamp for path, stamp in loaded.items() if path != file}
+    else:
+        file.write_bytes(data)
+    if how == "written, times set back":
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=f"{which}: has changed since it was loaded"):
+        digest.weights_digest(own, loaded)
+
+
+def test_files_of_a_base_and_those_that_a_folder_stands_for_are_stamped(tmp_path):
+    base = folder(tmp_path / "base", tensors())
+    own = folder(tmp_path / "own", {"more": torch.ones(3)}, base_model="../base")
+    loaded = stamps_of(own)
+    assert digest.weights_digest(own, loaded) != digest.weights_digest(base, stamps_of(base))
+    file = next(path for path in loaded if path.parent.name == "base" and path.suffix != ".json")
+    os.utime(file)
+    with pytest.raises(CheckpointError, match="has changed since it was loaded"):
+        digest.weights_digest(own, loaded)
+    (own / "gguf.json").write_text(json.dumps({"files": [str(tmp_path / "x.gguf")], "layers": 1}))
+    (tmp_path / "x.gguf").write_bytes(b"x")
+    assert tmp_path / "x.gguf" in stamps_of(own)
 
 
 def test_an_adapter_has_one(tmp_path):

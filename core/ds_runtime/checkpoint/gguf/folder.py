@@ -100,16 +100,25 @@ def read_files(path: Path) -> Header:
     return Header(first.values, tensors)
 
 
-def linked_tensors(link: Path) -> dict[str, GgufTensor]:
-    """The tensors of the files that `link` names."""
+def linked_files(link: Path) -> list[Path]:
+    """The files that `link` names."""
+    return _read(link)[0]
+
+
+def _read(link: Path) -> tuple[list[Path], int]:
     try:
         said = read_object(link)
-        files, layers = [Path(name) for name in said["files"]], int(said["layers"])
+        return [Path(name) for name in said["files"]], int(said["layers"])
     except (CheckpointError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(
             f"{link}: cannot be read ({type(e).__name__}: {e}); delete {link.parent} and give "
             "--model the GGUF file again"
         ) from e
+
+
+def linked_tensors(link: Path) -> dict[str, GgufTensor]:
+    """The tensors of the files that `link` names."""
+    files, layers = _read(link)
     tensors: dict[str, GgufTensor] = {}
     for file in files:
         if not file.is_file():

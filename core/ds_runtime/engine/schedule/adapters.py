@@ -6,30 +6,34 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from ds_runtime.checkpoint.base import stamps_of
+from ds_runtime.checkpoint.files import Stamps
 from ds_runtime.description.adapter import LoraPlan, check_name
 from ds_runtime.errors import RequestError, shown
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One adapter. `key` is never given twice: cached KV of another under the same name differs."""
+    """One adapter. `key` is never given twice: cached KV of another under the same name differs.
+    stamps: of its files, before they are read."""
 
     name: str
     folder: Path
     slot: int
     key: int
+    stamps: Stamps
 
 
 class Adapters:
-    """By name. `plan` None: the engine has no slots."""
+    """By name. `plan` None: the engine has no slots. stamps: of the files of the plan's."""
 
-    def __init__(self, plan: LoraPlan | None) -> None:
+    def __init__(self, plan: LoraPlan | None, stamps: Stamps) -> None:
         self._keys = count(1)
         self._free = list(range(plan.slots)) if plan is not None else []
         self._num_slots = len(self._free)
         self._held: dict[str, Held] = {}
         for spec in plan.adapters if plan is not None else ():
-            self.add(self.place(spec.name, spec.folder))
+            self.add(self.place(spec.name, spec.folder, stamps))
 
     @property
     def names(self) -> list[str]:
@@ -44,8 +48,9 @@ class Adapters:
             raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "model")
         return held
 
-    def place(self, name: str, folder: Path) -> Held:
-        """Where a new adapter would go. RequestError if there is no room, or the name is taken."""
+    def place(self, name: str, folder: Path, stamps: Stamps | None = None) -> Held:
+        """Where a new adapter would go. RequestError if there is no room, or the name is taken.
+        stamps: None if it is read after this."""
         check_name(name)
         if name in self._held:
             raise RequestError(
@@ -63,7 +68,8 @@ class Adapters:
                 f"{', '.join(self._held)}: unload one first",
                 "lora_name",
             )
-        return Held(name, folder, self._free[0], next(self._keys))
+        stamps = stamps_of(folder) if stamps is None else stamps
+        return Held(name, folder, self._free[0], next(self._keys), stamps)
 
     def add(self, held: Held) -> None:
         """It is in its slot."""

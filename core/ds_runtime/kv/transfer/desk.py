@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.checkpoint.files import Stamps
 from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.kv.budget import KvMemory
 from ds_runtime.kv.digest import weights_digest
@@ -29,12 +30,15 @@ _BUSY, _OPEN = 1, 50  # milliseconds between looks: at what is under way, and wh
 
 
 class LoadedAdapter(Protocol):
-    """An adapter that an engine holds. key: as of its realm; folder: its files."""
+    """An adapter that an engine holds. key: as of its realm; folder, stamps: its files, before they
+    were read."""
 
     @property
     def key(self) -> int: ...
     @property
     def folder(self) -> Path: ...
+    @property
+    def stamps(self) -> Stamps: ...
 
 
 class HasCaches(Protocol):
@@ -65,6 +69,7 @@ class Desk:
         self._adapter, self._address = adapter, address
         self._asked: list[HoldPages | PullPages] = []
         self._origin: Future[Origin] | None = None
+        self._digests: dict[int, str] = {}  # of adapters, by their keys
         self._handover: Handover | None = None
         self._dropped = ""
 
@@ -152,7 +157,9 @@ class Desk:
         if message.adapter:
             adapter = self._adapter(message.adapter)
             realm = Realm(adapter.key, message.salt)
-            origin = replace(origin, adapter=weights_digest(adapter.folder))
+            if adapter.key not in self._digests:
+                self._digests[adapter.key] = weights_digest(adapter.folder, adapter.stamps)
+            origin = replace(origin, adapter=self._digests[adapter.key])
         root = replace(origin, salt=message.salt).root()
         if isinstance(message, HoldPages):
             made = self._handover.leases.hold(message.prompt, realm, root, message.seconds)

@@ -14,7 +14,7 @@ from ds_runtime.platform.kv_transfer import MOST_BYTES, CacheBlocks, Count, Laye
 from ds_runtime.platform.page_copies import LayerBlocks
 
 PIECE = 1 << 22  # bytes
-SLOTS = 4  # pieces that one reader has not taken yet
+SLOTS = 8  # pieces that one reader has not taken yet
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
