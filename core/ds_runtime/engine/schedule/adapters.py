@@ -44,6 +44,10 @@ class Adapters:
             raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "model")
         return held
 
+    def folder(self, key: int) -> Path | None:
+        """The files of an adapter with this key, if it is loaded."""
+        return next((held.folder for held in self._held.values() if held.key == key), None)
+
     def place(self, name: str, folder: Path) -> Held:
         """Where a new adapter would go. RequestError if there is no room, or the name is taken."""
         check_name(name)
