@@ -10,6 +10,7 @@ from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.common.speculation import check as check_speculation
 from ds_runtime.config.fields import check_fields, flag_of, setting
 from ds_runtime.config.ranks import check as check_ranks
+from ds_runtime.config.tiers import check_tiers
 from ds_runtime.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -171,6 +172,12 @@ class EngineConfig:
         "second prompt has read it (write_through_selective), or when it leaves the device "
         "(write_back)",
         choices=("write_through", "write_through_selective", "write_back"),
+    )
+    disk_cache: str | None = setting(
+        None, "folder in which cached pages outlive the process, too; servers may share it"
+    )
+    disk_cache_size: int = setting(
+        20 * 10**9, "bytes of all files in it, of every server that shares it", size=True, least=1
     )
     max_running_requests: int = setting(
         64,
@@ -339,7 +346,7 @@ class EngineConfig:
             if self.fusions[name] != (state == "on"):
                 raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
         _fraction(self)
-        _tiers(self)
+        check_tiers(self)
         check_speculation(self)
         check_ranks(self)
 
@@ -381,19 +388,6 @@ def _fraction(config: EngineConfig) -> None:
     if given[1:]:
         raise ConfigError(
             f"{flag_of(given[0])}: leave it out, or {flag_of(given[1])}: both size one cache"
-        )
-
-
-def _tiers(config: EngineConfig) -> None:
-    if not 0 < config.hicache_ratio < 1e6:
-        raise ConfigError(
-            f"--hicache-ratio {config.hicache_ratio:g}: must be above 0, like 2 for twice the KV "
-            "cache of the device"
-        )
-    if config.enable_hierarchical_cache and config.disable_radix_cache:
-        raise ConfigError(
-            "--enable-hierarchical-cache: keeps what --disable-radix-cache forgets: leave one of "
-            "them out"
         )
 
 

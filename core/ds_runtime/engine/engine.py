@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import partial
@@ -34,17 +34,21 @@ from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, Requ
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.budget import KvMemory
+from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.pages import PagePool
-from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.prefix import PrefixCache, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
-from ds_runtime.kv.tiers.host import HostTier, own_root
+from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.host import HostTier, SharedRoots, own_root
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
+_DISK_WAIT = 0.002  # and for the disk
 _MASK_WAIT = 0.002  # and for a mask
 
 
@@ -79,9 +83,14 @@ class Engine:
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
-        pools = [_pages(config, runner.memory) for _ in range(runner.parts.exchange.groups)]
-        self.scheduler = Scheduler(limits, pools)
         self.adapters = Adapters(assembly.lora, assembly.stamps)
+        root: Callable[[Realm], bytes] = own_root
+        if config.disk_cache is not None:
+            root = SharedRoots(Origin.of(assembly), self.adapters.files)
+        groups = range(runner.parts.exchange.groups)
+        pools = [_pages(config, runner.memory, root) for _ in groups]
+        self.disk = _disk(config, runner, pools[0])
+        self.scheduler = Scheduler(limits, pools)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
         self._since: float | None = None  # the last result came, and there was work ever since
@@ -177,6 +186,9 @@ class Engine:
                 self.leader.send(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
+        if self.disk is not None:
+            waits = plan is None and not self._launched
+            self.disk.poll(seconds=_DISK_WAIT if waits else 0.0)
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
         if stepped:
             messages += self._collect()
@@ -184,10 +196,19 @@ class Engine:
             messages += self.scheduler.followed(_MASK_WAIT)
         if not self._launched and (plan is None or not self.has_work):
             self._since = None
+            if self.disk is not None and not self.scheduler.has_work:
+                self._rest(self.disk)
         self._step_seconds += time.perf_counter() - start
         if stepped:
             self._observers.tell(self, messages)
         return messages
+
+    def _rest(self, disk: Disk) -> None:
+        """Nothing runs: what is noted goes to host memory, and from there to the disk, now."""
+        plan = StepPlan(step=0, works=[])
+        self.scheduler.holdings.drain(plan)
+        self.runner.copy(plan)
+        disk.poll(idle=True)
 
     def _collect(self) -> list[Tokens | Failed]:
         step = self._launched.popleft()
@@ -233,6 +254,9 @@ class Engine:
             saved, loaded = below.saved, below.loaded
             stats.host_saved_bytes, stats.host_save_seconds = saved.nbytes, saved.seconds
             stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
+        if (disk := self.disk) is not None:
+            stats.disk_written_bytes, stats.disk_read_bytes = disk.bytes_written, disk.bytes_read
+            stats.disk_stopped = int(bool(disk.folder.stopped))
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}
@@ -243,6 +267,8 @@ class Engine:
         garbage.unsettle()
         self._grammars.close()
         self.scheduler.close()
+        if self.disk is not None:
+            self.disk.close()
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.leave()
@@ -269,7 +295,17 @@ class _Launched:
     compiled: int
 
 
-def _pages(config: EngineConfig, memory: KvMemory) -> Pages:
+def _disk(config: EngineConfig, runner: Runner, pages: Pages) -> Disk | None:
+    """Where pages outlive the process."""
+    if config.disk_cache is None:
+        return None
+    assert pages.below is not None and runner.below is not None
+    folder = DiskFolder(Path(config.disk_cache).expanduser(), config.disk_cache_size)
+    pages.below.disk = Disk(folder, runner.below)
+    return pages.below.disk
+
+
+def _pages(config: EngineConfig, memory: KvMemory, root: Callable[[Realm], bytes]) -> Pages:
     """What one rank starts with, or all of them together."""
     size, marks, below = config.page_size, None, None
     if config.disable_radix_cache:
@@ -278,7 +314,7 @@ def _pages(config: EngineConfig, memory: KvMemory) -> Pages:
         marks = Snapshots(size, config.max_running_requests, memory.snapshots)
     if config.enable_hierarchical_cache:
         room = HostRoom.of(config, memory)
-        below = HostTier(room.pages, room.states, config.hicache_write_policy, own_root, marks)
+        below = HostTier(room.pages, room.states, config.hicache_write_policy, root, marks)
     return Pages(PagePool(memory.pages), PrefixCache(size, marks, below), size, marks, below)
 
 

@@ -106,9 +106,9 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
 
     finish "stop" with `stop_token` set: the last token of `tokens` is an EOS or stop id.
     `prompt_logprobs` comes once, with the first tokens: one entry per prompt position, the first
-    is None. `cached_by_tier`: where the cached tokens were, "device" or "host"; None without a host
-    tier. `prefill_seconds` comes with the first tokens, too: from the plan of the request's
-    first step to now.
+    is None. `cached_by_tier`: where the cached tokens were, "device", "host" or "storage" (a disk);
+    None without a host tier. `prefill_seconds` comes with the first tokens, too: from the plan of
+    the request's first step to now.
     """
 
     rid: str
@@ -158,14 +158,15 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     host memory: pages that it holds at most, those it has and those that made room for others; of
     `cached_tokens` those found there; bytes that one rank has saved and loaded, and the seconds
     from when such copies were queued until a step found them ended. Of
-    speculation: `draft_tokens` were verified, `verified` times one request's at once, and
-    `accepted_tokens` of them were right. `broken`: choices that ended because the model's logits
-    were not finite. Of structured output: processor seconds that masks took, how often a choice sat
-    a step out because its mask was not there, and rules that wait to be compiled. Of steps with
-    prompts: their number, the prompts' new tokens in them, how many carried less of prompts than
-    they could for --max-itl, and of those since their cost is known, what they took and were
-    expected to take. `compilations`: kernels that were compiled in rank 0's process, by "compiler
-    kernel".
+    the disk: of `cached_tokens` those found there, bytes that were written and read, and whether
+    it is full or broken, so that nothing is written. Of speculation: `draft_tokens` were verified,
+    `verified` times one request's at once, and `accepted_tokens` of them were right. `broken`:
+    choices that ended because the model's logits were not finite. Of structured output: processor
+    seconds that masks took, how often a choice sat a step out because its mask was not there, and
+    rules that wait to be compiled. Of steps with prompts: their number, the prompts' new tokens in
+    them, how many carried less of prompts than they could for --max-itl, and of those since their
+    cost is known, what they took and were expected to take. `compilations`: kernels that were
+    compiled in rank 0's process, by "compiler kernel".
     """
 
     running: int = 0
@@ -181,6 +182,10 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     host_pages_kept: int = 0
     host_pages_evicted: int = 0
     cached_host_tokens: int = 0
+    cached_disk_tokens: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_stopped: int = 0
     host_saved_bytes: int = 0
     host_loaded_bytes: int = 0
     host_save_seconds: float = 0.0

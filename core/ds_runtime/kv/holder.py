@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from ds_runtime.kv.prefix import Node, Realm
+from ds_runtime.kv.tiers.disk import Fetch
 
 
 class Holder(Protocol):
     """A request, as the engine has it. Lengths and counts are in tokens, but for num_shared: the
-    first `num_shared` of `pages` are in the prefix cache, the last of them at `node`. snapshot: its
-    block that no node has yet, −1 for none, which stands for its first `snapshot_at` tokens.
-    num_loaded: pages that came from below the device when it began to run.
-    on_device: its last token was sampled there. max_shared: that may enter the prefix cache.
+    first `num_shared` of `pages` are in the prefix cache, the last of them at `node`. snapshot:
+    its block that no node has yet, −1 for none, which stands for its first `snapshot_at` tokens.
+    num_loaded: pages that came from below the device when it began to run. fetch: what was asked
+    of the disk for it. on_device: its last token was sampled there. max_shared: that may enter
+    the prefix cache.
     """
 
     order: tuple[int, int]
@@ -27,6 +29,7 @@ class Holder(Protocol):
     max_shared: int | None
     cached_tokens: int | None
     num_loaded: int
+    fetch: Fetch | None
 
     @property
     def is_running(self) -> bool: ...

@@ -64,8 +64,22 @@ class Pages:
         """Where the cached tokens of a request that begins to run were."""
         if self.below is None:
             return None
-        host = request.num_loaded * self.page_size
-        return {"device": request.num_computed - host, "host": host}
+        loaded = request.num_loaded * self.page_size
+        found = {"device": request.num_computed - loaded, "host": loaded}
+        if self.below.disk is not None:
+            read = 0 if request.fetch is None else len(request.fetch.come) * self.page_size
+            found["storage"] = min(read, loaded)
+            found["host"] -= found["storage"]
+        return found
+
+    def fetch(self, request: Holder, known: Match | None) -> bool:
+        """Whether the disk has to be waited for, which is asked once for a request."""
+        if self.below is None or self.below.disk is None or known is None:
+            return False
+        if request.fetch is None:
+            tokens = request.tokens(0, request.total_len)
+            request.fetch = self.below.fetch(known, tokens, self.page_size)
+        return not request.fetch.done
 
     def ahead(self, request: Holder, known: Match | None) -> tuple[int, Holder | None]:
         """How many pages of its prompt the request need not compute here, and who computes the last

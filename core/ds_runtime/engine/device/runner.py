@@ -232,7 +232,7 @@ class Runner:
         """alone: what runs it, over caches of its own."""
         for init in plan.init:
             self.sampler.start(init)
-        self._copy(plan)
+        self.copy(plan)
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
         if isinstance(program, Captured) and self.caches.arriving is not None:
@@ -249,7 +249,8 @@ class Runner:
             handle.download()  # nobody collects elsewhere
         return handle
 
-    def _copy(self, plan: StepPlan) -> None:
+    @torch.inference_mode()
+    def copy(self, plan: StepPlan) -> None:
         """What a step begins with."""
         group = self.parts.exchange.group
         if self.below is not None:

@@ -48,6 +48,11 @@ class Adapters:
             raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "model")
         return held
 
+    def files(self, key: int) -> tuple[Path, Stamps] | None:
+        """The folder of an adapter with this key, if it is loaded, and its stamps."""
+        found = (held for held in self._held.values() if held.key == key)
+        return next(((held.folder, held.stamps) for held in found), None)
+
     def place(self, name: str, folder: Path, stamps: Stamps | None = None) -> Held:
         """Where a new adapter would go. RequestError if there is no room, or the name is taken.
         stamps: None if it is read after this."""

@@ -91,6 +91,8 @@ class Holdings:
         request.behind_pages, request.behind = ahead[groups[0]]
         if request.behind is not None:
             return False
+        if reads_cache and self.groups[groups[0]].fetch(request, found[groups[0]]):
+            return False
         for group in groups:
             if self.groups[group].take(request, found[group], self.rows[0]):
                 request.group = group

@@ -18,6 +18,7 @@ from ds_runtime.errors import FieldPath
 from ds_runtime.grammar.guide import Followed, Guide
 from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.prefix import Node, Realm
+from ds_runtime.kv.tiers.disk import Fetch
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -54,7 +55,8 @@ class Request:
     `is_verifying`: how many of them were right is not known, and so not where the sequence ends.
     `is_following`: its guide is on its way behind the last tokens. `behind`: who computes the first
     `behind_pages` pages of this prompt, while this request waits to read them. `num_loaded`: pages
-    that came from below the device when it began to run; `cached_by_tier`: see `Tokens`.
+    that came from below the device when it began to run; `cached_by_tier`: see `Tokens`. `fetch`:
+    what was asked of the disk for it.
     """
 
     rid: str
@@ -97,6 +99,7 @@ class Request:
     cached_tokens: int | None = None
     num_loaded: int = 0
     cached_by_tier: dict[str, int] | None = None
+    fetch: Fetch | None = None
     admitted: float = 0.0
 
     @staticmethod
@@ -175,6 +178,11 @@ class Request:
         """Whether another one still computes what this request is to read."""
         other = self.behind
         return other is not None and other.is_running and other.num_shared < self.behind_pages
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether it waits for the disk."""
+        return self.fetch is not None and not self.fetch.done
 
     def beginning(self, index: int, page_size: int) -> int:
         """A hash of the prompt's tokens up to the end of full page `index`, and of its realm."""

@@ -255,7 +255,7 @@ class Scheduler:
         another one is computing are passed over, and read it later.
         """
         for request in self.waiting.copy():
-            if request.is_following:
+            if request.is_following or request.is_fetching:
                 continue
             if not self.holdings.rows or request.num_in_flight:  # its output is not known yet
                 return
@@ -264,6 +264,8 @@ class Scheduler:
             waited = request.behind is not None
             if self._admit(request):
                 yield request
+            elif request.is_fetching:
+                continue
             elif request.behind is None:
                 return
             else:
@@ -284,6 +286,7 @@ class Scheduler:
             self._stats.cached_tokens += request.num_computed
             request.cached_by_tier = found = self.holdings.of(request).by_tier(request)
             self._stats.cached_host_tokens += found["host"] if found else 0
+            self._stats.cached_disk_tokens += found.get("storage", 0) if found else 0
         return True
 
     # ---- after a step ----

@@ -119,6 +119,18 @@ class HostCopies:
             self._caches.arriving.wait()
             self._caches.arriving = None
 
+    def parts(self, kind: str, slot: int) -> list[memoryview]:
+        """The memory of a slot for a "page" or a "state", layer by layer."""
+        held = self._pages if kind == "page" else self._states
+        return [one.host[slot].numpy().data for one in held]
+
+    def settled(self, finish: bool) -> bool:
+        """Whether all copies that were queued have ended. finish: they have, on return."""
+        for one in self._under_way if finish else ():
+            one.copying.finish()
+        self.look()
+        return not self._under_way
+
     def look(self) -> None:
         """Count the copies that have ended since."""
         self._under_way = [one for one in self._under_way if not one.counted()]

@@ -13,12 +13,19 @@ hands as soon as the plan is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
-from ds_runtime.kv.keys import page_key
+from ds_runtime.checkpoint.files import Stamps
+from ds_runtime.errors import CheckpointError
+from ds_runtime.kv.digest import weights_digest
+from ds_runtime.kv.keys import Origin, page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
 from ds_runtime.kv.tiers.slots import Slots
 
 THROUGH, SELECTIVE, BACK = "write_through", "write_through_selective", "write_back"
@@ -28,6 +35,26 @@ POLICIES = (THROUGH, SELECTIVE, BACK)
 def own_root(realm: Realm) -> bytes:
     """The name in front of all pages of a realm, which nobody outside this process reads."""
     return sha256(f"{realm.weights} {realm.salt}".encode()).digest()
+
+
+class SharedRoots:
+    """The names in front of all pages of a realm, alike in every engine whose pages mean the same.
+    origin: of the model's own; files: the folder of an adapter, and its stamps, by its key."""
+
+    def __init__(self, origin: Origin, files: Callable[[int], tuple[Path, Stamps] | None]) -> None:
+        self._origin, self._files = origin, files
+
+    def __call__(self, realm: Realm) -> bytes:
+        """Of an adapter that is gone, or whose files are others now, one that nobody else has."""
+        adapter = ""
+        if realm.weights:
+            if (files := self._files(realm.weights)) is None:
+                return own_root(realm)
+            try:
+                adapter = weights_digest(*files)
+            except CheckpointError:
+                return own_root(realm)
+        return replace(self._origin, adapter=adapter, salt=realm.salt).root()
 
 
 class Noted(NamedTuple):
@@ -64,6 +91,8 @@ class HostTier:
         self._saves: dict[int, tuple[int, bytes]] = {}  # page → slot and name, noted
         self._loads: list[tuple[int, int]] = []
         self._hurried = False
+        self._states_saved: list[tuple[int, bytes]] = []
+        self.disk: Disk | None = None
         self.num_saved = self.num_loaded = 0
 
     # ---- the prefix cache's side ----
@@ -123,6 +152,8 @@ class HostTier:
             self.states.drop(node.name)
         for node in others:
             self._drop(node.name)
+            if self.disk is not None and node.name:
+                self.disk.forget(node.name)
             self.cancel([node.page])
         self._drop_loose()
 
@@ -138,6 +169,7 @@ class HostTier:
         self.states.clear()
         self._above.clear()
         self._saves.clear()
+        self._states_saved.clear()
         self._hurried = False
 
     # ---- snapshots' side ----
@@ -181,7 +213,13 @@ class HostTier:
         saves = [(page, slot) for page, (slot, _) in self._saves.items()]
         noted = Noted(saves, self._loads, self._hurried)
         self.num_saved += len(saves)
+        if self.disk is not None:
+            for slot, name in self._saves.values():
+                self.disk.save(self.pages, "page", slot, name)
+            for slot, name in self._states_saved:
+                self.disk.save(self.states, "state", slot, name)
         self._saves, self._loads, self._hurried = {}, [], False
+        self._states_saved = []
         self.pages.release()
         self.states.release()
         return noted
@@ -209,6 +247,35 @@ class HostTier:
             return
         if not self.states.touch(node.name) and (slot := self.states.take(node.name)) >= 0:
             self._snapshots.note(self._snapshots.block(node), -1 - slot)
+            self._states_saved.append((slot, node.name))
+
+    def fetch(self, known: Match, tokens: Sequence[int], size: int) -> Fetch:
+        """Have what follows a path, all tiers' together, brought here from the disk, as far as a
+        request can go on from it."""
+        disk = self.disk
+        assert disk is not None
+        names, last = list[bytes](), 0
+        above = name = known.behind[-1] if known.behind else known.node.name
+        for start in range(known.num_pages * size, (len(tokens) - 1) // size * size, size):
+            name = page_key(name, tokens[start : start + size])
+            if name not in self.pages and not disk.has(name, "page"):
+                break
+            names.append(name)
+            has_state = self._snapshots is None or name in self.states or disk.has(name, "state")
+            last = len(names) if has_state else last
+        wanted, names = list[Wanted](), names[: min(last, self.pages.count // 2)]
+        for name in names:
+            if not self.pages.touch(name):
+                wanted.append((self.pages, "page", name, partial(self._come, name, above)))
+            above = name
+        if names and self._snapshots is not None and not self.states.touch(names[-1]):
+            keep = partial(self.states.adopt, names[-1])
+            wanted.insert(0, (self.states, "state", names[-1], keep))
+        return disk.fetch(wanted)
+
+    def _come(self, name: bytes, above: bytes, slot: int) -> None:
+        if self.pages.adopt(name, slot):
+            self._above[name] = above
 
     def _drop(self, name: bytes) -> None:
         self.pages.drop(name)

@@ -59,6 +59,30 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "of the prompt tokens taken from the prefix cache those that host memory had",
     ),
     (
+        "cached_disk_tokens",
+        "prefix_cache_disk_hits",
+        CounterMetricFamily,
+        "of the prompt tokens taken from the prefix cache those that the disk had",
+    ),
+    (
+        "disk_written_bytes",
+        "disk_cache_written_bytes",
+        CounterMetricFamily,
+        "bytes of pages and states that were written to the folder of --disk-cache",
+    ),
+    (
+        "disk_read_bytes",
+        "disk_cache_read_bytes",
+        CounterMetricFamily,
+        "bytes of pages and states that were read from there",
+    ),
+    (
+        "disk_stopped",
+        "disk_cache_stopped",
+        GaugeMetricFamily,
+        "1 where the disk is full or broken, and nothing is written there any more",
+    ),
+    (
         "host_saved_bytes",
         "host_saved_bytes",
         CounterMetricFamily,

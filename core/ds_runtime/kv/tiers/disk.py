@@ -1,0 +1,157 @@
+"""Between host memory and files: what is saved goes on to disk, and what a prompt needs comes back.
+
+Threads read and write the slots themselves. Such a slot is kept: it goes to nobody else before the
+thread is done with it. A request whose pages lie on disk waits until they are in host memory, and
+others run meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.slots import Slots
+
+LONGEST = 30.0  # seconds that a request waits for the disk
+_READERS = 4
+_LEAST = 4  # a quarter of the slots at most is on its way to the disk
+
+
+Wanted = tuple[Slots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
+
+
+class SlotMemory(Protocol):
+    """Host memory of slots: see `kv.tiers.copies.HostCopies`."""
+
+    def parts(self, kind: str, slot: int) -> list[memoryview]: ...
+    def settled(self, finish: bool) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What one request waits for. come: names of pages that are in host memory by it."""
+
+    until: float
+    left: int
+    done: bool = False
+    come: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Write:
+    slots: Slots
+    kind: str
+    slot: int
+    name: bytes
+
+
+@dataclass(slots=True)
+class _Read:
+    """keep: takes a slot that is filled."""
+
+    write: _Write
+    fetch: Fetch
+    keep: Callable[[int], object]
+
+
+class Disk:
+    """One engine's way to a folder. Called by the thread that schedules."""
+
+    def __init__(self, folder: DiskFolder, memory: SlotMemory) -> None:
+        self.folder, self._memory = folder, memory
+        self._noted: list[_Write] = []
+        self._writing: dict[Future[int], _Write] = {}
+        self._reading: dict[Future[bool], _Read] = {}
+        self._fetches: list[Fetch] = []
+        self._writer = ThreadPoolExecutor(1, "disk cache, writing")
+        self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
+        self._told = False
+        self.num_read = self.bytes_written = self.bytes_read = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for it."""
+        return bool(self._fetches)
+
+    def save(self, slots: Slots, kind: str, slot: int, name: bytes) -> None:
+        """A copy to this slot is about to be queued; it goes on to the disk, unless that lags."""
+        on_its_way = len(self._noted) + len(self._writing)
+        if not self.folder.stopped and on_its_way < max(1, slots.count // _LEAST):
+            slots.keep(slot)
+            self._noted.append(_Write(slots, kind, slot, name))
+
+    def has(self, name: bytes, kind: str) -> bool:
+        """Whether a file of this name is there."""
+        return self.folder.has(name, kind)
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Fetch:
+        """Have files read: (slots to take one of, kind, name, what to do with a slot once it is
+        filled). As many as there are slots for."""
+        made = Fetch(time.monotonic() + LONGEST, 0, done=not wanted)
+        if made.done:
+            return made
+        self._memory.settled(finish=True)  # no copy reads or writes a slot that is free now
+        for slots, kind, name, keep in wanted:
+            if (slot := slots.reserve()) < 0:
+                break
+            one = _Write(slots, kind, slot, name)
+            parts = self._memory.parts(kind, slot)
+            future = self._readers.submit(self.folder.read, name, kind, parts)
+            self._reading[future] = _Read(one, made, keep)
+            made.left += 1
+        made.done = not made.left
+        if not made.done:
+            self._fetches.append(made)
+        return made
+
+    def forget(self, name: bytes) -> None:
+        """Delete what is there under this name."""
+        for kind in ("page", "state"):
+            self._writer.submit(self.folder.forget, name, kind)
+
+    def poll(self, idle: bool = False, seconds: float = 0.0) -> None:
+        """Go on with all that is under way. idle: nothing else is to be done, so copies are waited
+        for; seconds: to wait for a file."""
+        if self._reading and seconds:
+            wait(self._reading, seconds, FIRST_COMPLETED)
+        for read in [one for one in self._reading if one.done()]:
+            self._take(self._reading.pop(read), read.result())
+        for written in [one for one in self._writing if one.done()]:
+            one = self._writing.pop(written)
+            one.slots.let(one.slot)
+            self.bytes_written += written.result()
+        if self._noted and self._memory.settled(idle):
+            for one in self._noted:
+                given = one.name, one.kind, self._memory.parts(one.kind, one.slot)
+                self._writing[self._writer.submit(self.folder.write, *given)] = one
+            self._noted = []
+        now = time.monotonic()
+        for fetch in self._fetches:
+            fetch.done = not fetch.left or now > fetch.until
+        self._fetches = [one for one in self._fetches if not one.done]
+        if self.folder.stopped and not self._told:
+            self._told = True
+            print(f"warning: --disk-cache {self.folder.stopped}", file=sys.stderr, flush=True)
+
+    def _take(self, read: _Read, whole: bool) -> None:
+        one = read.write
+        read.fetch.left -= 1
+        if not whole:
+            return one.slots.give(one.slot)
+        self.bytes_read += sum(part.nbytes for part in self._memory.parts(one.kind, one.slot))
+        read.keep(one.slot)
+        if one.kind == "page":
+            self.num_read += 1
+            read.fetch.come.append(one.name)
+
+    def close(self) -> None:
+        """Write what is on its way, and leave."""
+        self.poll(idle=True)
+        self._writer.shutdown()
+        self._readers.shutdown(cancel_futures=True)
+        self.poll()

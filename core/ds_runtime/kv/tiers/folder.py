@@ -1,0 +1,167 @@
+"""Pages on disk: one file each, under its name, in a folder that servers may share.
+
+What the bytes of a page depend on is all in its name (`kv.keys`), so a file means the same to every
+server and after every restart. A file is written under another name first, so a process that dies
+leaves none that is torn; what a machine leaves that dies is told by its checksum. Nothing waits for
+the disk: what is lost is computed again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from struct import Struct
+from zlib import crc32
+
+from ds_runtime.common.progress import amount
+from ds_runtime.errors import ConfigError
+
+VERSION = 1
+_MAGIC = b"ds-kv\n"
+_HEAD = Struct("<6sHI32sQ")  # magic, version, checksum of the bytes, name, how many bytes
+_TORN = 3600.0  # seconds after which nobody still writes a file under its first name
+_SCAN = 30.0  # seconds that a count of the folder is trusted, beside what was written here
+_LEFT = 0.9  # of the size, once the oldest have left
+_NOTE = """These files hold what users wrote and were answered, as a language model remembers it.
+Whoever reads them can find out much of it. They may be deleted at any time.
+"""
+
+
+class DiskFolder:
+    """size: bytes of all files, whoever wrote them. Raises ConfigError for a folder that others may
+    read, or that cannot be written to."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.stopped = ""  # why nothing is written any more
+        self._count = count()
+        self._held, self._scanned = 0, -_SCAN
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"--disk-cache {folder}: others may enter it, and what users wrote will lie "
+                    "there: make it your own with mode 0700"
+                )
+            (folder / "README.txt").write_text(_NOTE)
+        except OSError as e:
+            raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
+
+    def has(self, name: bytes, kind: str) -> bool:
+        """Whether a file of this name is there, whole or not. kind: "page" or "state"."""
+        return self._path(name, kind).exists()
+
+    def write(self, name: bytes, kind: str, parts: Sequence[memoryview]) -> int:
+        """The bytes that were written: none where the file is there already, or writing has
+        stopped. An error of the disk stops it."""
+        path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
+        if self.stopped or self._used(path):
+            return 0
+        temporary = path.with_name(f".{os.getpid()}-{next(self._count)}.tmp")
+        try:
+            self._make_room(_HEAD.size + nbytes)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            head = _HEAD.pack(_MAGIC, VERSION, _checksum(parts), name, nbytes)
+            _write(temporary, [memoryview(head), *parts])
+            temporary.rename(path)
+        except OSError as e:
+            self.stopped = f"{self.folder}: {e.strerror}: no more pages are written there"
+            with suppress(OSError):
+                temporary.unlink()
+            return 0
+        self._held += _HEAD.size + nbytes
+        return nbytes
+
+    def read(self, name: bytes, kind: str, parts: Sequence[memoryview]) -> bool:
+        """Fill `parts` with what was written under this name; False where that is not there, torn,
+        of another version or of another size. Such a file is deleted."""
+        path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
+        head = bytearray(_HEAD.size)
+        try:
+            with path.open("rb", buffering=0) as file:
+                right = os.fstat(file.fileno()).st_size == len(head) + nbytes
+                right = right and _fill(file.fileno(), [memoryview(head), *parts])
+        except OSError:
+            return False
+        if right and bytes(head) == _HEAD.pack(_MAGIC, VERSION, _checksum(parts), name, nbytes):
+            return self._used(path)
+        self.forget(name, kind)
+        return False
+
+    def forget(self, name: bytes, kind: str) -> None:
+        """Delete a file, if it is there."""
+        with suppress(OSError):
+            self._path(name, kind).unlink()
+
+    def _path(self, name: bytes, kind: str) -> Path:
+        said = name.hex()
+        return self.folder / said[:2] / f"{said[2:]}.{kind}"
+
+    @staticmethod
+    def _used(path: Path) -> bool:
+        """Whether it is there; it is among the last to leave then."""
+        try:
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        for outer in os.scandir(self.folder):
+            if outer.is_dir(follow_symlinks=False):
+                yield from os.scandir(outer)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Delete the files used least recently where these bytes would be too many."""
+        if self._held + nbytes <= self.size and time.monotonic() < self._scanned + _SCAN:
+            return
+        found = list[tuple[float, int, str]]()
+        for entry in self._files():
+            with suppress(FileNotFoundError):  # another server has deleted it
+                said = entry.stat(follow_symlinks=False)
+                torn = entry.name.endswith(".tmp") and time.time() > said.st_mtime + _TORN
+                found.append((0.0 if torn else said.st_mtime, said.st_size, entry.path))
+        self._held, self._scanned = sum(size for _, size, _ in found), time.monotonic()
+        most = int(_LEFT * self.size) if self._held + nbytes > self.size else self.size
+        for at, size, path in sorted(found):
+            if at and self._held + nbytes <= most:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            self._held -= size
+        if self._held + nbytes > self.size:
+            raise OSError(0, f"a page does not fit into --disk-cache-size {amount(self.size)}")
+
+
+def _checksum(parts: Sequence[memoryview]) -> int:
+    found = 0
+    for part in parts:
+        found = crc32(part, found)
+    return found
+
+
+def _write(path: Path, parts: Sequence[memoryview]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        for part in _gathered(parts):
+            done = os.writev(descriptor, part)
+            left = memoryview(b"".join(part))[done:] if done < sum(map(len, part)) else None
+            while left:
+                left = left[os.write(descriptor, left) :]
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, parts: Sequence[memoryview]) -> bool:
+    return all(os.readv(descriptor, some) == sum(map(len, some)) for some in _gathered(parts))
+
+
+def _gathered(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """As many at a time as one call takes."""
+    for first in range(0, len(parts), 512):
+        yield [*parts[first : first + 512]]

@@ -1,0 +1,53 @@
+"""Prompts find on disk what an engine before this one has computed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.errors import ConfigError
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1, "enable_hierarchical_cache": True}
+GREEDY = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
+PROMPT = [random.Random(4).randrange(2, 258) for _ in range(130)]
+
+
+def answer(llm, prompt=PROMPT, **more):
+    (output,) = llm.generate(prompt, GREEDY, **more)
+    return output.token_ids, [e.logprob for e in output.logprobs], output.usage.cached_by_tier
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_restart_keeps_what_was_cached(tiny, tmp_path, tokens):
+    given = {**SETTINGS, "disk_cache": str(tmp_path / "cache")}
+    with LLM(tiny, **given) as llm:
+        llm.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        llm.flush_cache()
+        cold = answer(llm)
+        written = llm.stats().disk_written_bytes
+    assert cold[2]["device"] == 0 and written > 0
+    with LLM(tiny, **given) as llm:
+        again = answer(llm)
+        stats = llm.stats()
+    assert again[2] == {"device": 0, "host": 0, "storage": 128}
+    assert again[0] == cold[0] and again[1] == pytest.approx(cold[1], abs=1e-4)
+    assert stats.cached_disk_tokens == 128 and stats.disk_read_bytes > 0
+
+
+def test_other_weights_find_nothing(tiny, tmp_path):
+    """Nor does another page size."""
+    given = {**SETTINGS, "disk_cache": str(tmp_path / "cache")}
+    with LLM(tiny, **given) as llm:
+        answer(llm)
+    for more in ({"load_format": "dummy"}, {"page_size": 32}):
+        with LLM(tiny, **given, **more) as llm:
+            assert sum(answer(llm)[2].values()) == 0
+
+
+def test_what_cannot_be(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="--enable-hierarchical-cache"):
+        LLM(tiny, platform="cpu", disk_cache=str(tmp_path))
+    with pytest.raises(ConfigError, match="--tp 2"):
+        LLM(tiny, **SETTINGS, tp=2, disk_cache=str(tmp_path))
