@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
@@ -85,7 +86,7 @@ class Engine:
         self._since: float | None = None  # the last result came, and there was work ever since
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
-        self._step_seconds = 0.0
+        self._step_seconds = self._wire_bytes = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +174,7 @@ class Engine:
         if plan is not None:
             if self.leader is not None:
                 self.leader.send(plan)
+                self._wire_bytes += self._received(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
@@ -186,6 +188,18 @@ class Engine:
         if stepped:
             self._observers.tell(self, messages)
         return messages
+
+    def _received(self, plan: StepPlan) -> float:
+        """Bytes from other ranks in a step."""
+        groups = [0] * self.assembly.config.attn_dp
+        for work in plan.works:
+            groups[work.group] += work.length
+        wanted = sum(work.logit_rows for work in plan.works)
+        return self._crossing.received(groups, wanted, self.assembly.model.layers)
+
+    @cached_property
+    def _crossing(self) -> Crossing:
+        return Crossing.of(self.assembly)
 
     def _collect(self) -> list[Tokens | Failed]:
         step = self._launched.popleft()
@@ -225,7 +239,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
-        stats.step_seconds = self._step_seconds
+        stats.step_seconds, stats.wire_bytes = self._step_seconds, self._wire_bytes
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}

@@ -159,7 +159,8 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     a step out because its mask was not there, and rules that wait to be compiled. Of steps with
     prompts: their number, the prompts' new tokens in them, how many carried less of prompts than
     they could for --max-itl, and of those since their cost is known, what they took and were
-    expected to take. `compilations`: kernels that were compiled in rank 0's process, by "compiler
+    expected to take. `wire_bytes`: what each rank has received from the others, by arithmetic.
+    `compilations`: kernels that were compiled in rank 0's process, by "compiler
     kernel".
     """
 
@@ -195,6 +196,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     prefill_steps_cut: int = 0
     prefill_seconds: float = 0.0
     prefill_seconds_expected: float = 0.0
+    wire_bytes: float = 0.0
     compilations: dict[str, int] = {}
 
 

@@ -90,6 +90,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         snapshots_kept=9,
         snapshot_hits=21,
         snapshots_evicted=6,
+        wire_bytes=2.5e9,
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -103,6 +104,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     assert found["state_snapshots",] == 40 and found["state_snapshots_kept",] == 9
     assert found["state_snapshot_hits_total",] == 21
     assert found["state_snapshots_evicted_total",] == 6
+    assert found["received_bytes_per_rank_total",] == 2.5e9
     kernels = [dict(key[1:]) for key in found if key[0] == "kernel_info"]
     assert kernels == [  # one per op and kernel, however many the sites
         {"op": "linear", "kernel": "cpu.linear", "provider": "cpu"},

@@ -21,6 +21,7 @@ export const TILES = [
   ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
   ["Snapshots, kept / gone on from / lost", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
   ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
+  ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
 
@@ -41,6 +42,11 @@ function snapshots(c) {
 function several(kept, c) {
   const told = ["state_snapshot_hits_total", "state_snapshots_evicted_total"];
   return [kept, ...told.map((name) => read(c.now, name))].map(whole).join(" / ");
+}
+
+function received(c) {
+  const name = "received_bytes_per_rank_total";
+  return read(c.now, name) ? grown(c.now, c.last, name) / c.dt / 1e6 : null;
 }
 
 function chunk(c) {
