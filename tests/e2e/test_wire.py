@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -120,7 +121,7 @@ class Counting:
         return self.inner.all_gather(x)
 
     def gather_rows(self, x):
-        if x.is_floating_point():
+        if x.is_floating_point() or x.dtype == torch.int32:  # rows, and choices of experts
             self._note(x.nbytes * self.inner.size)
         else:
             self.calls += 1  # ids are next to nothing
@@ -142,7 +143,12 @@ class Counting:
         {"tp": 2, "batch_invariant": True},
         {"tp": 2, "dp": 2, "enable_dp_attention": True, "batch_invariant": True},
         {"tp": 2, "dp": 2, "enable_dp_attention": True},
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "dp": 2, "enable_dp_attention": True},
         pytest.param({"tp": 4, "dp": 2, "enable_dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"tp": 4, "ep": 4, "dp": 2, "enable_dp_attention": True}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_step_sends_what_is_said(tiny, monkeypatch, divided):
@@ -166,14 +172,17 @@ def test_a_step_sends_what_is_said(tiny, monkeypatch, divided):
     monkeypatch.setattr(World, "group", counting(World.group))
     settings = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1}
     with LLM(tiny, **settings, **divided, disable_graph=True) as llm:
-        totals = []
+        totals, counted = [], []
         for count in (4, 5):
             before = sum(c.calls for c in made), sum(c.bytes for c in made)
+            told = llm.stats().wire_bytes
             params = SamplingParams(max_tokens=count, ignore_eos=True)
             llm.generate([[5, 6, 7]], params)
             after = sum(c.calls for c in made), sum(c.bytes for c in made)
             totals.append((after[0] - before[0], after[1] - before[1]))
+            counted.append(llm.stats().wire_bytes - told)
         (few, less), (many, more) = totals
+        assert counted[1] - counted[0] == pytest.approx(more - less, rel=0.02)
         said = Crossing.of(llm._assembly).wire(llm._assembly.model.layers)
         groups = llm._assembly.config.attn_dp
         assert many - few == said.collectives

@@ -275,6 +275,68 @@ def test_experts(size, config, fmt):
     close(got, want, 8e-3 if fmt == "dense" else 6e-2)
 
 
+def ways(op):
+    """A configuration of each way that an op goes."""
+    names = ("DIRECT", "VECTOR", "FUSED", "SWAP", "SPLIT")
+    found = {
+        tuple(bool(config.get(n)) for n in names): config
+        for _, config in (entry.values for entry in configs(op))
+    }
+    return [pytest.param(config, id=" ".join(map(str, key))) for key, config in found.items()]
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What is allocated holds large numbers: what nobody writes must change nothing."""
+    empty = torch.empty
+
+    def made(*args, **kwargs):
+        found = empty(*args, **kwargs)
+        return found.fill_(400.0 if found.is_floating_point() else 1)
+
+    monkeypatch.setattr(torch, "empty", made)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("op", "config"),
+    [
+        pytest.param(op, *entry.values, id=f"{op} {entry.id}")
+        for op in ("experts_dense", "experts_fp8", "experts_w4afp8")
+        for entry in ways(op)
+    ],
+)
+def test_experts_of_other_ranks_add_nothing(op, config, poisoned):
+    """Of some choices, of all of a token, and of all of a call."""
+    from ds_runtime_triton import coded_experts, experts
+
+    divided = replace(facts(), ranks=Dims({"ep": 2}))
+    fmt, made = {
+        "experts_dense": ("dense", experts.ExpertsDense),
+        "experts_fp8": ("fp8_block", experts.ExpertsFp8),
+        "experts_w4afp8": ("w4afp8", coded_experts.ExpertsW4AFp8),
+    }[op]
+    tokens = 2 if config.get("DIRECT") or config.get("VECTOR") else 9
+    make, inter = Maker(facts(), f"others {tokens}"), 256 if config.get("FUSED") else 128
+    shapes = ((inter, 256), (inter, 256), (256, inter))
+    triples = [tuple(make.weight(*shape, fmt) for shape in shapes) for _ in range(4)]
+    kernel = made(divided)
+    packed = kernel.pack(SampleExperts(triples), divided)
+    packed.tensors["layer"].sizes = Sizes((1,), (plain(config),))
+    wide = moe.ReferenceExperts(facts("float64"))
+    held = wide.pack(SampleExperts(triples), facts("float64"))
+    x, weights = make.normal(tokens, 256), make.uniform(tokens, 3).float()
+    ids = torch.stack([make.order(4)[:3] for _ in range(tokens)]).int()
+    for rows, columns in ((slice(1, None, 2), slice(1, 2)), (slice(1), slice(3))):
+        ids[rows, columns] = -1
+        with faithful():
+            got = kernel.apply(x, weights, ids, packed)
+        want = wide.apply(x.double(), weights.double(), ids, held)
+        close(got, want, 8e-3 if fmt == "dense" else 6e-2)
+    with faithful():
+        assert not kernel.apply(x, weights, torch.full_like(ids, -1), packed).any()
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("inter", "hidden", "fmt"),

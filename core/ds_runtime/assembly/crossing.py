@@ -9,7 +9,7 @@ held are those of the step in which one group has the most rows: every group is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_runtime.assembly.estimate import ITEM_BYTES
@@ -71,6 +71,15 @@ class Crossing:
         sums, moves = each * (heads > 1), int(groups > 1)
         count = layers * (sums + moves + (moves + sums)) + self.routed
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
+
+    def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
+        """Bytes that a rank receives in a step of so many rows in each group, of which `wanted` go
+        through the head: groups are filled up to the one with the most. Rows that fill up captured
+        steps, and those of drafts, are not counted.
+        """
+        logits = (self.mesh.tp - 1) / self.mesh.tp * self.logits
+        every = self.mesh.attn_dp * max(rows)
+        return every * (self.wire(layers).row - logits) + wanted * logits
 
     def held(self, rows: int) -> int:
         """Bytes of the exchange at its widest, beside the rows that this rank gives and gets, where

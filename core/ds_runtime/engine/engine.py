@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
@@ -96,7 +97,7 @@ class Engine:
         self._since: float | None = None  # the last result came, and there was work ever since
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
-        self._step_seconds = 0.0
+        self._step_seconds = self._wire_bytes = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +185,7 @@ class Engine:
         if plan is not None:
             if self.leader is not None:
                 self.leader.send(plan)
+                self._wire_bytes += self._received(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         if self.disk is not None:
@@ -209,6 +211,18 @@ class Engine:
         self.scheduler.holdings.drain(plan)
         self.runner.copy(plan)
         disk.poll(idle=True)
+
+    def _received(self, plan: StepPlan) -> float:
+        """Bytes from other ranks in a step."""
+        groups = [0] * self.assembly.config.attn_dp
+        for work in plan.works:
+            groups[work.group] += work.length
+        wanted = sum(work.logit_rows for work in plan.works)
+        return self._crossing.received(groups, wanted, self.assembly.model.layers)
+
+    @cached_property
+    def _crossing(self) -> Crossing:
+        return Crossing.of(self.assembly)
 
     def _collect(self) -> list[Tokens | Failed]:
         step = self._launched.popleft()
@@ -248,7 +262,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
-        stats.step_seconds = self._step_seconds
+        stats.step_seconds, stats.wire_bytes = self._step_seconds, self._wire_bytes
         if (below := self.runner.below) is not None:
             below.look()
             saved, loaded = below.saved, below.loaded

@@ -165,8 +165,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     seconds that masks took, how often a choice sat a step out because its mask was not there, and
     rules that wait to be compiled. Of steps with prompts: their number, the prompts' new tokens in
     them, how many carried less of prompts than they could for --max-itl, and of those since their
-    cost is known, what they took and were expected to take. `compilations`: kernels that were
-    compiled in rank 0's process, by "compiler kernel".
+    cost is known, what they took and were expected to take. `wire_bytes`: what each rank
+    has received from the others, by arithmetic. `compilations`: kernels that were compiled in
+    rank 0's process, by "compiler kernel".
     """
 
     running: int = 0
@@ -213,6 +214,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     prefill_steps_cut: int = 0
     prefill_seconds: float = 0.0
     prefill_seconds_expected: float = 0.0
+    wire_bytes: float = 0.0
     compilations: dict[str, int] = {}
 
 

@@ -19,31 +19,13 @@ from ds_runtime.api import (
     fp8_blocks,
     torch_dtype,
 )
-from ds_runtime_triton.blocks import (
-    BLOCK,
-    column_group,
-    row_group,
-)
+from ds_runtime_triton.blocks import BLOCK, column_group, row_group
 from ds_runtime_triton.config import Config, Sizes, chosen, part_of
-from ds_runtime_triton.jit.down import (
-    down_direct_kernel,
-    down_kernel,
-    down_vector_kernel,
-)
-from ds_runtime_triton.jit.experts import (
-    gate_up_kernel,
-    gate_up_vector_kernel,
-    sort_pairs_kernel,
-)
+from ds_runtime_triton.jit.down import down_direct_kernel, down_kernel, down_vector_kernel
+from ds_runtime_triton.jit.experts import gate_up_kernel, gate_up_vector_kernel, sort_pairs_kernel
 from ds_runtime_triton.jit.narrow import narrow_experts_kernel
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
-from ds_runtime_triton.pairs import (
-    Tiles,
-    sort_chunk,
-    sort_rows,
-    sum_of_pairs,
-    tiles_of,
-)
+from ds_runtime_triton.pairs import Tiles, sort_chunk, sort_rows, sum_of_pairs, tiles_of
 from ds_runtime_triton.quant import block_of, quantise_by_group
 from ds_runtime_triton.stack import Stack, dense_stack, fill, scaled_stack
 

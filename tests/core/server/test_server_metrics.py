@@ -95,6 +95,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         cached_host_tokens=16,
         host_loaded_bytes=5000,
         host_load_seconds=0.5,
+        wire_bytes=2.5e9,
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -111,6 +112,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     assert found["host_pages",] == 80 and found["host_pages_kept",] == 30
     assert found["prefix_cache_host_hits_total",] == 16
     assert found["host_loaded_bytes_total",] / found["host_load_seconds_total",] == 10_000
+    assert found["received_bytes_per_rank_total",] == 2.5e9
     kernels = [dict(key[1:]) for key in found if key[0] == "kernel_info"]
     assert kernels == [  # one per op and kernel, however many the sites
         {"op": "linear", "kernel": "cpu.linear", "provider": "cpu"},

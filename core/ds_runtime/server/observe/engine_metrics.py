@@ -228,6 +228,12 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         CounterMetricFamily,
         "time that these steps were expected to take; chunks are sized by it",
     ),
+    (
+        "wire_bytes",
+        "received_bytes_per_rank",
+        CounterMetricFamily,
+        "what each rank received from the others, by arithmetic; 0 of one rank",
+    ),
     ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
     ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),
 )

@@ -22,6 +22,7 @@ export const TILES = [
   ["Snapshots, kept / gone on from / lost", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
   ["Host memory, pages kept / tokens found there", host, (v, c) => (v === null ? "–" : found(v, c))],
   ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
+  ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
 
@@ -50,6 +51,11 @@ function host(c) {
 
 function found(kept, c) {
   return [kept, read(c.now, "prefix_cache_host_hits_total")].map(whole).join(" / ");
+}
+
+function received(c) {
+  const name = "received_bytes_per_rank_total";
+  return read(c.now, name) ? grown(c.now, c.last, name) / c.dt / 1e6 : null;
 }
 
 function chunk(c) {
