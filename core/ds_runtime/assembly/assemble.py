@@ -25,6 +25,7 @@ from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
+from ds_runtime.description.joins import INDEX_KEYS
 from ds_runtime.description.nextn import NextN, find_nextn
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.ops.binding.backends import backend_pins, refuse_sparse
@@ -91,7 +92,11 @@ def assemble(
         refuse_sparse(config, model.architecture)
     model = _expanded(config, model)
     config = _auto_dtype(config, model, info)
-    apart(config)
+    if INDEX_KEYS in apart(config) and model.indexing is None:
+        raise ConfigError(
+            f"--fusion {INDEX_KEYS}=off: {model.architecture} has no index keys that could be "
+            "joined: leave it out"
+        )
     explicit = frozenset(explicit)
     config, changes = apply_defaults(config, _facts(config, model, info), explicit, plugins)
     groups = cache_groups(model)
