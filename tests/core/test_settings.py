@@ -99,3 +99,14 @@ def test_a_context_holds_a_prompt_and_an_answer():
 def test_values_of_another_type_are_refused_with_the_flag(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .*: must be of type"):
         EngineConfig(**{name: value})
+
+
+def test_a_join_that_the_model_has_not_is_refused():
+    """As any fusion that changes nothing would be silent."""
+    from ds_runtime.assembly.assemble import assemble
+    from ds_runtime.config import EngineConfig
+
+    said = "--fusion index_keys=off: DeepseekV3ForCausalLM has no index keys"
+    with pytest.raises(ConfigError, match=said):
+        assemble(EngineConfig(model="demo", platform="cpu", fusion=("index_keys=off",)))
+    assemble(EngineConfig(model="demo", platform="cpu", fusion=("index_keys=on", "qkv_a=off")))

@@ -62,11 +62,12 @@ def alone(dtype):
     return found
 
 
-def check_mixes(llm, dtype, count, seed=0, own=None):
-    """own: the bits of each request, if not those that one CPU gives alone."""
+def check_mixes(llm, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10):
+    """own: the bits of each request, if not those that one CPU gives alone. of: the numbers that
+    mixes of up to `most` are drawn from."""
     draw, own = random.Random(seed), own or [alike for alike, _ in alone(dtype)]
     for _ in range(count):
-        numbers = [draw.randrange(REQUESTS) for _ in range(draw.randint(1, 10))]
+        numbers = [draw.choice(of) for _ in range(draw.randint(1, most))]
         found, _ = answers(llm, numbers)
         for number, made in zip(numbers, found, strict=True):
             assert made == own[number], f"{number} of {numbers}"
@@ -78,6 +79,10 @@ WAYS = {
     "drafts": DRAFTS,
     "graphs off": {**DRAFTS, "disable_graph": True},
 }
+SHORT_ONES = [number for number in range(REQUESTS) if len(drawn(number)[0]) < 100]
+CROWDED = {"context_length": 256, "page_size": 4}  # and memory for as many tokens
+CROWD = {"of": SHORT_ONES, "most": 24}
+FEW_AND_MANY = pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.slow)])
 THREADS = {"two threads": {"threads": 2, "disable_radix_cache": True}}
 
 
@@ -95,20 +100,20 @@ def test_mixes(dtype, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, *THREADS], ids=lambda way: way.replace(" ", "-"))
 def test_two_hundred_mixes(dtype, way):
-    """Forty of each way."""
+    """Forty of each way, and as many of two more below."""
     settings = {**SETTINGS, **{**WAYS, **THREADS}[way], "dtype": dtype}
     with LLM("demo", **settings) as llm:
         check_mixes(llm, dtype, 40, seed=len(way))
 
 
 @DTYPES
-def test_after_preemption(dtype):
+@FEW_AND_MANY
+def test_after_preemption(dtype, count):
     bytes_of = {"float32": 3_000_000, "bfloat16": 1_500_000}[dtype]  # of 256 tokens
-    small = {"kv_memory": bytes_of, "context_length": 256, "page_size": 4}
-    with LLM("demo", **{**SETTINGS, **small}, dtype=dtype) as llm:
-        everyone = [number for number in range(REQUESTS) if len(drawn(number)[0]) < 100] * 2
-        found, _ = answers(llm, everyone)
-        assert found == [alone(dtype)[number][0] for number in everyone]
+    with LLM("demo", **{**SETTINGS, **CROWDED, "kv_memory": bytes_of}, dtype=dtype) as llm:
+        check_mixes(llm, dtype, count, seed=3, **CROWD)
+        everyone = SHORT_ONES * 2
+        assert answers(llm, everyone)[0] == [alone(dtype)[number][0] for number in everyone]
         assert llm.stats().preemptions > 0
 
 
@@ -122,12 +127,27 @@ def test_a_text_is_scored_as_it_was_sampled(dtype):
 
 
 @DTYPES
-def test_two_ranks(dtype):
+@FEW_AND_MANY
+def test_two_ranks(dtype, count):
     """One rank's bits are not promised to two; theirs are their own."""
-    with LLM("demo", **SETTINGS, dtype=dtype, tp=2, dist_timeout=60) as llm:
-        first = [answers(llm, [number])[0][0] for number in range(6)]
-        for numbers in ([0, 1, 2, 3, 4, 5], [5, 5, 3], [4, 2, 0, 1]):
-            assert answers(llm, numbers)[0] == [first[n] for n in numbers]
+    pair = {**SETTINGS, "dtype": dtype, "tp": 2, "dist_timeout": 60}
+    with LLM("demo", **pair, disable_radix_cache=True) as llm:
+        first = [answers(llm, [number])[0][0] for number in range(REQUESTS)]
+    for way in ({}, {**DRAFTS, "chunked_prefill_size": 13, "max_step_tokens": 29}):
+        with LLM("demo", **{**pair, **way}) as llm:
+            check_mixes(llm, dtype, -(-count // 2), seed=4 + len(way), own=first)
+
+
+@DTYPES
+def test_without_a_seed_tokens_vary_and_their_bits_do_not(dtype):
+    """Each request draws a seed of its own; what is drawn is scored as ever, by any batch."""
+    prompt = drawn(0)[0]
+    free = SamplingParams(max_tokens=20, temperature=1.0, logprobs=2, ignore_eos=True)
+    with LLM("demo", **SETTINGS, dtype=dtype) as llm:
+        made = llm.generate([prompt] * 4, [free] * 4)
+        assert len({tuple(output.token_ids) for output in made}) == 4
+        scored = [bits(scores) for scores in forced(llm, made, 2)]
+        assert scored == [bits(output.logprobs) for output in made]
 
 
 SHORT = SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)

@@ -27,12 +27,14 @@ from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
+from ds_runtime.description.joins import INDEX_KEYS
 from ds_runtime.description.nextn import NextN, find_nextn
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.ops.binding.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.binding.bind import Binding, decide_all
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import (
+    FP4_KEYS,
     FP8_GROUPS,
     DeviceInfo,
     Dims,
@@ -94,12 +96,25 @@ def assemble(
     check_experts(model, config)
     if model.hybrid is not None:
         _refuse_hybrid(config, model)
+    elif config.trained_rounding:
+        raise ConfigError(
+            f"--trained-rounding: {model.architecture} was trained otherwise: leave the flag out"
+        )
     if model.indexing is None:
         refuse_sparse(config, model.architecture)
     model = _expanded(config, model)
     config = _auto_dtype(config, model, info)
-    apart(config)
+    if INDEX_KEYS in apart(config) and model.indexing is None:
+        raise ConfigError(
+            f"--fusion {INDEX_KEYS}=off: {model.architecture} has no index keys that could be "
+            "joined: leave it out"
+        )
     explicit = frozenset(explicit)
+    if config.trained_rounding and "index_cache_dtype" in explicit:
+        raise ConfigError(
+            f"--index-cache-dtype {config.index_cache_dtype}: --trained-rounding has index keys in "
+            "FP4: leave one of them out"
+        )
     config, changes = apply_defaults(config, _facts(config, model, info), explicit, plugins)
     groups = cache_groups(model)
     config = with_whole_pages(config, groups, explicit, changes)
@@ -311,13 +326,16 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
 
 
 def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    fp8 = "float8_e4m3fn" if model.indexing is None else FP8_GROUPS
+    grouped = model.indexing is not None and model.hybrid is None
+    fp8 = FP8_GROUPS if grouped else "float8_e4m3fn"
     named = {"auto": config.dtype, "fp8": fp8}
     return named.get(config.kv_cache_dtype, config.kv_cache_dtype)
 
 
 def _index_dtype(config: EngineConfig) -> str:
     """Of index keys: FP8, which models are trained with, unless everything is in float32."""
+    if config.trained_rounding:
+        return FP4_KEYS
     auto = "float32" if config.dtype == "float32" else "fp8"
     name = auto if config.index_cache_dtype == "auto" else config.index_cache_dtype
     return "float8_e4m3fn" if name == "fp8" else name

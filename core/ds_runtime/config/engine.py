@@ -129,6 +129,11 @@ class EngineConfig:
         "dtype is float32 (auto), or a compute dtype",
         choices=KV_DTYPES,
     )
+    trained_rounding: bool = setting(
+        False,
+        "of DeepSeek-V4, round what is cached as its training did: latents to FP8 in groups of 64, "
+        "index queries and keys to FP4 (default: as transformers computes it)",
+    )
     kv_memory: int | None = setting(
         None,
         "memory for the KV cache, e.g. 2GB (default: what weights and steps leave of a device, in "

@@ -22,6 +22,7 @@ RANK_PORTABLE = 10
 RANK_PLATFORM = 20
 RANK_SPECIALISED = 30
 
+FP4_KEYS = "float4_e2m1fn_x2"  # of index keys: e2m1, a power of two for every 32 numbers
 FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys in bfloat16
 
 DRAFT = "draft"  # the role of the draft layer's places; others have "target"

@@ -175,7 +175,23 @@ def _remedy(assembly: Assembly, needed: int) -> str:
     twice = sorted({site.op for site, k in binding.choices if beside_of(binding, site, k)})
     if twice:
         shorter += f"--memory-for-speed off leaves second forms of {', '.join(twice)} out, "
-    return (
-        f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
-        "(--kv-memory comes on top and does not help)"
-    )
+    if more := _wider(assembly):
+        shorter += f"--tp {more} divides it where every rank has memory of its own "
+    else:
+        shorter += "a model of fewer or smaller weights fits "
+    return f"{shorter}(--kv-memory comes on top and does not help)"
+
+
+def _wider(assembly: Assembly) -> int:
+    """The next number of ranks that divides the model, 0 if none does."""
+    config, model = assembly.config, assembly.model
+    for tp in range(2 * config.tp, model.heads + 1, config.tp):
+        attention = (
+            tp // (config.attn_dp if config.dp else tp) if config.enable_dp_attention else tp
+        )
+        try:
+            model.check_tp(tp, attention)
+        except ConfigError:
+            continue
+        return tp
+    return 0

@@ -444,6 +444,30 @@ def test_a_snapshot_that_was_another_meanwhile_does_not_stand(ends):
     settled(here, there)
 
 
+def test_a_read_that_cannot_be_given_up_keeps_its_pages(monkeypatch):
+    """They may be written to yet: requests that need them wait until the transfer is dropped."""
+    here, there = make_ends(num_pages=12)
+    there.asked("a", LONG)
+    here.pull("t", LONG, there.hold(LONG))
+
+    def broken(ticket):
+        raise OSError("the fabric is gone")
+
+    monkeypatch.setattr(here.transfer, "release", broken)
+    here.rig.submit("b", [5] * 30, max_tokens=12)
+    for _ in range(3):
+        assert here.rig.scheduler.schedule() is None
+        here.rig.check_pages()
+    assert here.handover.num_coming == 10 and here.handover.busy
+    with pytest.raises(OSError, match="the fabric is gone"):
+        here.handover.poll()
+    assert [pulled.token for pulled in here.handover.drop("it broke")] == ["t"]
+    here.rig.run()
+    here.rig.check_end()
+    there.clock[0] = 31
+    settled(there)
+
+
 RAISES = ("read", "notify", "release", "poll", "notices", "close", "describe")
 
 

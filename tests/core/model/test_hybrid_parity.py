@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hybrid_models import (
     BASE,
     FP8_SCALE,
@@ -21,7 +22,9 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.sites import model_sites
+from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.offline.llm import LLM
+from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.weights.load import quant_of
 
 
@@ -75,3 +78,88 @@ def test_native_checkpoints(tmp_path, base):
     assert formats["experts_limited"] == {"fp8_block" if base else "mxfp4"}
     assert formats["grouped_linear"] == {"fp8_block"}
     assert formats["linear"] == {"fp8_block", "dense"}  # compressors and the head
+
+
+def fp8_groups(x, plain):
+    """As e4m3 times a power of two per 64 of the first dims: said in other words than the op's."""
+    made = x.clone()
+    for first in range(0, plain, 64):
+        part = x[..., first : min(first + 64, plain)]
+        power = torch.ceil(torch.log2(part.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448))
+        rounded = (part / 2.0**power).to(torch.float8_e4m3fn).to(x.dtype) * 2.0**power
+        made[..., first : min(first + 64, plain)] = rounded
+    return made
+
+
+def fp4(x):
+    """Behind the Hadamard matrix, as e2m1 times a power of two per 32."""
+    d = x.shape[-1]
+    matrix = torch.ones(1, 1, dtype=x.dtype)
+    while len(matrix) < d:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    blocks = (x @ matrix * d**-0.5).unflatten(-1, (-1, 32))
+    power = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(min=6e-38) / 6))
+    numbers = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=x.dtype)
+    size = (blocks / 2.0**power).abs()
+    near = numbers[(size.unsqueeze(-1) - numbers).abs().argmin(-1)]
+    return (near * blocks.sign() * 2.0**power).flatten(-2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_as_in_training(tmp_path, seed):
+    """Against transformers with what DeepSeek's own code rounds rounded: latents and entries in
+    FP8, index queries and keys in FP4. A number between two codes may go to either, and what
+    follows it moves a little: not so in most prompts. Without the flag all are told apart."""
+    values = {**BASE, "index_head_dim": 32, "head_dim": 96, "compress_ratios": [0, 4, 128, 4]}
+    oracle = HybridOracle({**values, "num_hidden_layers": 4, "index_topk": 4}, seed)
+    oracle.model.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    for model in (oracle.model, oracle.double):
+        for name, module in model.named_modules():
+            if name.endswith("kv_norm") and ".indexer." not in name:
+                module.register_forward_hook(lambda m, a, out: fp8_groups(out, 88))
+            if name.endswith("scorer"):
+                module.register_forward_pre_hook(lambda m, a: (fp4(a[0]), fp4(a[1]), a[2]))
+    draw, prompts = random.Random(seed), []
+    while len(prompts) < 5:  # where no rounding hangs on the last bits
+        tokens = [draw.randrange(131) for _ in range(draw.choice([30, 60, 135]))]
+        double = oracle.double(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        if (double - oracle.logprobs(tokens)).abs().max() < 2e-5:
+            prompts.append(tokens)
+
+    def errors(**more):
+        with LLM(tmp_path, **SETTINGS, **more) as llm:
+            found = llm.generate(prompts, params)
+        worst = []
+        for tokens, output in zip(prompts, found, strict=True):
+            want = oracle.logprobs(tokens)
+            got = [x.logprob for x in output.prompt_logprobs[1:]]
+            worst.append(max(abs(g - float(want[i, tokens[i + 1]])) for i, g in enumerate(got)))
+        return sorted(worst)
+
+    rounded, exact = errors(trained_rounding=True, chunked_prefill_size=50), errors()
+    assert rounded[len(rounded) // 2] < 2e-5
+    assert rounded[-1] < 1e-3 < exact[0]
+
+
+def test_rounding_that_no_training_had_is_refused(tmp_path):
+    HybridOracle({**BASE, "index_head_dim": 16}).model.save_pretrained(tmp_path)
+    given = {**SETTINGS, "trained_rounding": True}
+    with pytest.raises(UnsupportedError, match="index_head_dim 16 is no multiple of 32"):
+        LLM(tmp_path, **given)
+    with pytest.raises(ConfigError, match="index-cache-dtype fp8: --trained-rounding has"):
+        LLM(tmp_path, **given, index_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM was trained otherwise"):
+        LLM("demo", platform="cpu", trained_rounding=True)
+
+
+def test_latents_in_fp8(six):
+    """Without scales, as of other models: near what float32 gives."""
+    folder, oracle = six
+    prompt = oracle.prompt(140, 4)
+    with LLM(folder, **SETTINGS, kv_cache_dtype="fp8") as llm:
+        (output,) = llm.generate([prompt], SCORED)
+    want = oracle.logprobs(prompt)
+    got = [x.logprob for x in output.prompt_logprobs[1:]]
+    errors = [abs(g - float(want[i, prompt[i + 1]])) for i, g in enumerate(got)]
+    assert 1e-4 < sum(errors) / len(errors) < 0.2

@@ -188,6 +188,21 @@ def test_not_enough_memory(original, monkeypatch):
         Harness(assembly)
 
 
+@pytest.mark.parametrize(("heads", "said"), [(4, "--tp 2 divides it"), (3, "--tp 3 divides it")])
+def test_ranks_that_are_named_divide_the_model(tmp_path, monkeypatch, heads, said):
+    """What is proposed where weights do not fit can be given."""
+    sizes = {"moe_intermediate_size": 48, "intermediate_size": 96, "n_shared_experts": 1}
+    write_tiny(tmp_path, "v3", num_attention_heads=heads, num_key_value_heads=heads, **sizes)
+    settings = {"model": str(tmp_path), "platform": "cpu", "dtype": "bfloat16"}
+    assembly = assemble(EngineConfig(**settings))
+    monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: MemoryInfo(9, 1))
+    with pytest.raises(ConfigError, match=f"are free on cpu: {said} where every rank"):
+        check_memory(assembly, SoloCommunicator(), "cpu", 0)
+    whole = assemble(EngineConfig(**settings, tp=heads))
+    with pytest.raises(ConfigError, match=r"a model of fewer or smaller weights fits \("):
+        check_memory(whole, SoloCommunicator(), "cpu", 0)
+
+
 def test_tables_of_every_token_of_a_step(original, monkeypatch):
     """With --batch-invariant each token of a prompt is a sequence of its own."""
     given = {"model": str(original), "platform": "cpu"}

@@ -154,7 +154,7 @@ class Handover:
     def _fail(self, pull: _Pull, why: str) -> None:
         reads = pull.ticket is not None
         if pull.ticket is not None:
-            self._transfer.release(pull.ticket)  # until then its blocks may be written to
+            self._transfer.release(pull.ticket)  # until then its blocks are written to
         del self._pulls[pull.token]
         self._give(pull.local, pull.node)
         self._ended.append(PagesPulled(pull.token, refused=why))

@@ -12,6 +12,7 @@ from ds_runtime.description.caches import ENTRIES, OPEN, OPEN_INDEX, WINDOW
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.hybrid.step import HybridStep, RowSpan
 from ds_runtime.model.layers import RmsNormLayer
+from ds_runtime.ops.contract import FP4_KEYS
 from ds_runtime.ops.contracts.caches import INDEX
 
 if TYPE_CHECKING:
@@ -19,16 +20,23 @@ if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
 
 
+def group_of(load: Loader) -> int:
+    """In groups of how many numbers latents are rounded to FP8, as they were in training; 0: they
+    are not. Then index keys are in FP4, too."""
+    return 64 if load.bound.base.index_dtype == FP4_KEYS else 0
+
+
 class Compressor:
     """Rows of hidden states → an entry for every `ratio` tokens, where its window closes."""
 
     def __init__(
-        self, config: ModelConfig, load: Loader, layer: int, node: tree.CompressorNode, group: str
+        self, config: ModelConfig, load: Loader, layer: int, node: tree.CompressorNode, state: str
     ) -> None:
-        self.ops, self.layer, self.group = load.ops(layer, node.place), layer, group
+        self.ops, self.layer = load.ops(layer, node.place), layer
         self.rows = load.linear(node.rows)
         self.ape, self.norm = load.wide(node.ape), load.wide(node.norm)
-        self.eps = config.eps
+        self.eps, self.group = config.eps, group_of(load)
+        self.state = state
 
     def __call__(self, x: Tensor, step: HybridStep) -> Tensor:
         """x [T, hidden] → entries [T, d], normed and rotated; 0 for rows that close no window."""
@@ -39,8 +47,8 @@ class Compressor:
             self.eps,
             step.batch.positions,
             step.tables[1],
-            0,
-            step.caches.of(self.group, self.layer),
+            self.group,
+            step.caches.of(self.state, self.layer),
             step.blocks,
         )
 
@@ -58,6 +66,7 @@ class EntryIndexer:
         self.ratio = config.hybrid.ratios[layer]
         self.query = load.linear(node.query)
         self.keys = Compressor(config, load, layer, node.compressor, OPEN_INDEX)
+        self.keys.group = 0  # these are rounded once they are encoded
         self.heads, self.dim = config.indexing.heads, config.indexing.dim
         self.top_k = config.indexing.top_k
         self.weights = load.wide(node.weights) * (self.heads * self.dim) ** -0.5
@@ -114,7 +123,7 @@ class WindowAttention:
         ranks = load.shards.heads.size
         self.heads, self.num_groups = config.heads // ranks, config.hybrid.groups // ranks
         self.head, self.plain, self.eps = config.v_head, config.kv_lora, config.eps
-        self.scale = config.softmax_scale
+        self.scale, self.group = config.softmax_scale, group_of(load)
         self.compressor: Compressor | None = None
         self.indexer: EntryIndexer | None = None
         if node.compressor is not None:
@@ -128,12 +137,12 @@ class WindowAttention:
         if x.shape[0] == 0:  # other ranks have sequences
             return x
         table = step.tables[self.ratio > 0]
-        at = step.batch.positions, table, 0
+        at = step.batch.positions, table
         latent = self.norm(self.query(x))
         q = self.up(latent).view(-1, self.heads, self.head)
-        q = self.ops.norm_rope(q, None, self.eps, *at)
+        q = self.ops.norm_rope(q, None, self.eps, *at, 0)
         kv = self.latent(x).unsqueeze(1)
-        kv = self.ops.norm_rope(kv, self.latent_norm, self.eps, *at).squeeze(1)
+        kv = self.ops.norm_rope(kv, self.latent_norm, self.eps, *at, self.group).squeeze(1)
         recent = step.caches.of(WINDOW, self.layer)
         compressed, slots = self._entries(x, latent, step, recent)
         out = [

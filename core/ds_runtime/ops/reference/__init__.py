@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_runtime.common.hookimpl import hookimpl
-from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel
+from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, RANK_REFERENCE, Facts, Kernel
 from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.kernel import Footprint, Layout
@@ -49,6 +49,9 @@ def _refuse_kv_dtype(facts: Facts) -> str | None:
 def _refuse_index_dtype(facts: Facts) -> str | None:
     if facts.index_dtype in ITEM_BYTES:
         return None
+    if facts.index_dtype == FP4_KEYS:
+        d = facts.dims.get("index_dim", 0)
+        return f"index_head_dim {d} is no multiple of 32" if d % 32 else None
     return f"index_pages holds {', '.join(ITEM_BYTES)} keys, not {facts.index_dtype}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_runtime.ops.contract import Dims, Facts
+from ds_runtime.ops.contract import FP4_KEYS, Dims, Facts
 from ds_runtime.ops.kernel import Layout
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -38,8 +38,10 @@ EXPANDED_PAGES = Layout(
 
 
 def _index_bytes_per_token(facts: Facts) -> int:
-    """An FP8 key has a float32 scale."""
+    """An FP8 key has a float32 scale, one in FP4 a byte for every 32 numbers."""
     d = facts.dims["index_dim"]
+    if facts.index_dtype == FP4_KEYS:
+        return d // 2 + d // 32
     fp8 = facts.index_dtype == "float8_e4m3fn"
     return d + 4 if fp8 else d * ITEM_BYTES[facts.index_dtype]
 

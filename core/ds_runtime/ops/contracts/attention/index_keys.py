@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ds_runtime.ops.contract import FP4_KEYS
 from ds_runtime.ops.contracts.work import ID, ITEM_BYTES, SCALE, by_index
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
@@ -65,7 +66,9 @@ class IndexEncode(Protocol):
     dims may be strided. Of q the last r dims are rotated as pairs by position, cos_sin [positions,
     r] float32 as in Rope. If `mixed`, both are multiplied by the Hadamard matrix as in
     IndexPrologue; d is a power of two. All of it in fp32. cache, slots, the encoding and what comes
-    back: as in IndexPrologue. T == 0 is legal.
+    back: as in IndexPrologue; or in float4_e2m1fn_x2, d a multiple of 32: of every 32 numbers scale
+    = max(amax / 6, 2⁻¹²⁶) rounded up to a power of two, the numbers by it rounded to e2m1, ties to
+    even; queries come back so rounded in q.dtype, their scale 1. T == 0 is legal.
     """
 
     def __call__(
@@ -148,7 +151,9 @@ def _encode_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 
 def key_bytes(s: Sizes) -> float:
-    """Of one in the cache: FP8 has a scale."""
+    """Of one in the cache: FP8 has a scale, FP4 several."""
+    if s.facts.index_dtype == FP4_KEYS:
+        return s.facts.dims["index_dim"] * 17 / 32
     item = ITEM_BYTES[s.facts.index_dtype]
     return s.facts.dims["index_dim"] * item + (SCALE if item == 1 else 0)
 
@@ -156,7 +161,12 @@ def key_bytes(s: Sizes) -> float:
 def query_bytes(s: Sizes) -> float:
     """Of all heads of one."""
     heads, d = s.dims("index_heads", "index_dim")
-    return heads * (d * ITEM_BYTES[s.facts.index_dtype] + SCALE)
+    return heads * (d * ITEM_BYTES[query_dtype(s.facts)] + SCALE)
+
+
+def query_dtype(facts: Facts) -> str:
+    """Of index queries: that of keys, where these are not packed."""
+    return facts.dtype if facts.index_dtype == FP4_KEYS else facts.index_dtype
 
 
 def _index_prologue(s: Sizes, tokens: int) -> OpWork:
@@ -191,7 +201,7 @@ class IndexKeyOps(Area):
         reference=f"{_REF}:index_encode",
         tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3},
         results={
-            "": lambda f, q, *_: ((tuple(q.shape), f.index_dtype), (tuple(q.shape[:2]), "float32"))
+            "": lambda f, q, *_: ((tuple(q.shape), query_dtype(f)), (tuple(q.shape[:2]), "float32"))
         },
         writes=("cache",),
         judge=_judge_prologue,

@@ -2,7 +2,9 @@
 
 One layer is one tensor. In a float dtype it is [pages, page_size, d]. In float8_e4m3fn it is uint8
 [pages, page_size, d + 4], where each page holds page_size · d bytes of keys and then page_size
-float32 scales, which is how fused paged kernels read it elsewhere, too.
+float32 scales, which is how fused paged kernels read it elsewhere, too. In float4_e2m1fn_x2 it is
+int8 [pages, page_size, d / 2 + d / 32]: of each key e2m1 codes, two in a byte, the first in the low
+bits, then exponent bytes.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.contract import Facts
-from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype, wide
+from ds_runtime.ops.contract import FP4_KEYS, Facts
+from ds_runtime.ops.dtypes import E2M1, decode_scale, fp8_vectors, is_fp8, torch_dtype, wide
 from ds_runtime.ops.reference.attention.cache import gather_rows
 from ds_runtime.ops.reference.attention.window import turned
+from ds_runtime.ops.reference.matrices.rounding import to_e2m1
 
 FP8 = torch.float8_e4m3fn
 _ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this many
@@ -24,6 +27,9 @@ _ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this
 def allocate_index_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
     """One layer's index cache, zeroed."""
     dtype, d = torch_dtype(facts.index_dtype), facts.dims["index_dim"]
+    if facts.index_dtype == FP4_KEYS:
+        width = d // 2 + d // 32
+        return torch.zeros(num_pages, facts.page_size, width, dtype=torch.int8, device=device)
     if is_fp8(dtype):
         return torch.zeros(num_pages, facts.page_size, d + 4, dtype=torch.uint8, device=device)
     return torch.zeros(num_pages, facts.page_size, d, dtype=dtype, device=device)
@@ -40,6 +46,8 @@ def fp8_parts(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def read_keys(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` keys of the sequence with these pages: [length, d], wide, new."""
+    if cache.dtype == torch.int8:
+        return _unpacked(gather_rows(cache, pages, 0, length).view(torch.uint8))
     if cache.dtype != torch.uint8:
         keys = gather_rows(cache, pages, 0, length)
         return keys.to(wide(keys.dtype))
@@ -48,6 +56,35 @@ def read_keys(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     tokens = torch.arange(length, device=cache.device)
     owners, rows = pages[tokens // size].to(torch.int64), tokens % size
     return values[owners, rows].view(FP8).to(torch.float32) * scales[owners, rows].unsqueeze(-1)
+
+
+def fp4_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., d] as e2m1 codes [..., d] uint8, and exponent bytes [..., d / 32] uint8."""
+    groups = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+    scale = (groups.abs().amax(-1) / E2M1[-1]).clamp(min=2.0**-126)
+    mantissa, exponent = torch.frexp(scale)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    by = torch.ldexp(torch.ones_like(scale), exponent).unsqueeze(-1)
+    return to_e2m1(groups / by).flatten(-2), (exponent + 127).to(torch.uint8)
+
+
+def fp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    """What `fp4_groups` gives stands for, in float32."""
+    table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=codes.device)
+    scales = decode_scale(exponents, torch.float32).repeat_interleave(32, -1)
+    return table[codes.to(torch.int64)] * scales
+
+
+def _packed(codes: Tensor, exponents: Tensor) -> Tensor:
+    return torch.cat((codes[..., ::2] | codes[..., 1::2] << 4, exponents), -1).view(torch.int8)
+
+
+def _unpacked(rows: Tensor) -> Tensor:
+    """Keys [n, d] of rows [n, d / 2 + d / 32] uint8."""
+    half = rows.shape[-1] * 16 // 17
+    pairs = rows[..., :half]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    return fp4_values(codes, rows[..., half:])
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -110,13 +147,17 @@ def index_encode(
     queries, keys = turned(q.to(compute), positions, cos_sin), k.to(compute)
     if mixed:
         queries, keys = hadamard(queries), hadamard(keys)
-    return _encoded(queries, keys, cache, slots)
+    made, scale = _encoded(queries, keys, cache, slots)
+    return (made.to(q.dtype) if cache.dtype == torch.int8 else made), scale
 
 
 def _encoded(queries: Tensor, keys: Tensor, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys go to their slots; queries as the cache's dtype has them, and their scales."""
     real = slots >= 0
     page, row = slots[real] // cache.shape[1], slots[real] % cache.shape[1]
+    if cache.dtype == torch.int8:
+        cache[page, row] = _packed(*fp4_groups(keys[real]))
+        return fp4_values(*fp4_groups(queries)), queries.new_ones(queries.shape[:2])
     if cache.dtype != torch.uint8:
         cache[page, row] = keys[real].to(cache.dtype)
         return queries.to(cache.dtype), queries.new_ones(queries.shape[:2], dtype=torch.float32)
