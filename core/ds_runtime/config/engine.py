@@ -92,8 +92,7 @@ class EngineConfig:
     )
     ep: int = setting(
         1,
-        "parts of the routed experts by number, each on --tp / --ep ranks that divide the width of "
-        "its experts; 0: as many as --tp",
+        "parts of the routed experts by number, each on --tp / --ep ranks; 0: as many as --tp",
         least=0,
     )
     nnodes: int = setting(1, "machines that the ranks of --tp are on, as many on each", least=1)

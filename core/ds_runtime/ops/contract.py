@@ -1,8 +1,7 @@
 """What an op contract is made of. Torch-free, and it knows neither ops nor devices by name.
 
-Used by everything that decides: `ops/contracts/` by area, plugins (their offers),
-`ops/binding/bind.py` (the decision). Kernels, references and samples are lazy "module:attr"
-strings.
+Used by all that decides: `ops/contracts/`, plugins (their offers), `ops/binding/bind.py`.
+Kernels, references and samples are lazy "module:attr" strings.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class Facts:
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
     `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: the device's link.
-    `batch_invariant`: see `own_bits`, where a kernel does the same arithmetic for a row however
-    many others a call has.
+    `batch_invariant`: see `own_bits`: the same arithmetic for a row, whatever else a call has.
     """
 
     device: DeviceInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -58,11 +58,11 @@ from ds_runtime.parallel.layout import Shards
 from ds_runtime.parallel.placement import Placement
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.check import check_checkpoint
+from ds_runtime.weights.layer_experts import AHEAD, LayerExperts
 from ds_runtime.weights.quant import PartRequest, Place, Quant
 from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, GroupedLayer, Absorb, MlaInputsLayer, ExpertsLayer)
-_AHEAD = 6  # experts that are read side by side before they are asked for
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
 
@@ -102,7 +102,7 @@ class Loader:
             self.lora = LoraSlots(lora, config, modules, self.shards, device, dtype)
         self.readers: ThreadPoolExecutor | None = None  # where the device computes beside the host
         if not shares_memory(device):
-            self.readers = ThreadPoolExecutor(_AHEAD, "experts", self._reads)
+            self.readers = ThreadPoolExecutor(AHEAD, "experts", self._reads)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
         self.placement = Placement.even(config.experts, world.mesh.ep)
         here = self.shards.experts
@@ -364,44 +364,3 @@ class Loader:
         kernel, facts = self.ops(*at).experts, self.bound.facts("experts", *at)
         source = LayerExperts(self, moe, facts.weight_format)
         return self._packed(ExpertsLayer(kernel, source, facts))
-
-
-class LayerExperts:
-    """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing.
-
-    Where the device computes beside the host, the next ones are read while one is packed.
-    """
-
-    def __init__(self, loader: Loader, moe: MoeNode, target: str) -> None:
-        self.slots = loader.shared_slots(moe)
-        self.num_experts = len(moe.experts) + self.slots
-        self.intermediate, self.hidden = moe.experts[0].parts[0].local(loader.shards.ranks)
-        self.format = target
-        self._moe = moe
-        self._loader = loader
-        self._coming: dict[int, Future[tuple[Weight, Weight, Weight]]] = {}
-
-    def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
-        """(gate, up, down) of one expert, this rank's width. Behind the routed experts come equal
-        pieces of the shared ones."""
-        readers = self._loader.readers
-        if readers is None:
-            return self._read(index)
-        for number in range(index, min(index + _AHEAD + 1, self.num_experts)):
-            if number not in self._coming:
-                self._coming[number] = readers.submit(self._read, number)
-        return self._coming.pop(index).result()
-
-    def _read(self, index: int) -> tuple[Weight, Weight, Weight]:
-        routed, mlp, piece, pieces = self._moe.experts, self._moe.shared, 0, 1
-        if index < len(routed):
-            mlp = routed[index]
-        else:
-            piece, pieces = index - len(routed), self.slots
-        assert mlp is not None
-        with self._loader.whole(mlp.parts) if pieces == 1 else nullcontext():
-            gate, up, down = (
-                Weight((self._loader.part(stored, self.format, piece, pieces),))
-                for stored in mlp.parts
-            )
-        return gate, up, down

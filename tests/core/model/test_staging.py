@@ -22,7 +22,7 @@ from ds_runtime.description.structure import model_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard, Shards
-from ds_runtime.weights.loader import LayerExperts
+from ds_runtime.weights.layer_experts import LayerExperts
 from ds_runtime_bench.shapes import config_of
 
 
