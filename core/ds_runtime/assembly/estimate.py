@@ -8,6 +8,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan, adaptable_modules
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hybrid.config import SPARSE
 from ds_runtime.description.sites import first_experts
 from ds_runtime.description.tree import Ranks
 from ds_runtime.ops.binding.bind import Binding
@@ -128,6 +129,8 @@ def sparse_bytes(assembly: Assembly) -> int:
     if indexing is None:
         return 0
     width = -(-positions_of(assembly) // config.page_size) * config.page_size
+    if assembly.model.hybrid is not None:  # it chooses among entries, not tokens
+        width //= SPARSE
     rows = min(scored_rows(width), config.max_step_tokens)
     chosen = 2 * config.max_step_tokens * indexing.top_k * 4  # of groups, and joined
     groups = {"index_scores": rows, "index_topk": rows, "index_select": config.max_step_tokens}
@@ -137,11 +140,12 @@ def sparse_bytes(assembly: Assembly) -> int:
 
 def activation_bytes(assembly: Assembly) -> int:
     """About what the widest moment of a step of `max_step_tokens` holds beside weights and caches:
-    four hidden states, and what one of attention, a dense layer or the experts has at once, in the
-    compute dtype. Experts: of every pair of a token and an expert a row in, a row out, gate | up
-    and their product. Attention: queries, keys and values of all heads, and those of a chunk of
-    cached tokens; with --batch-invariant queries as they come and absorbed, and attended latents.
-    What sparse attention holds is `sparse_bytes`.
+    four hidden states, twice all residual streams where there are several, and what one of
+    attention, a dense layer or the experts has at once, in the compute dtype. Experts: of every
+    pair of a token and an expert a row in, a row out, gate | up and their product. Attention:
+    queries, keys and values of all heads, and those of a chunk of cached tokens; with
+    --batch-invariant queries as they come and absorbed, and attended latents. What sparse attention
+    holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
     if config.batch_invariant:  # nothing is expanded
@@ -161,7 +165,8 @@ def step_bytes(assembly: Assembly, tokens: int, every: int) -> int:
         attention = heads * (head + 2 * dims["kv_lora"] + dims["qk_rope"])
     experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
     widest = max(tokens * attention, every * 3 * dims["intermediate"], every * experts)
-    return (tokens * 4 * hidden + widest) * ITEM_BYTES[assembly.config.dtype]
+    streams = 2 * dims.get("streams", 0)  # in front of a sublayer, and behind it
+    return (tokens * (4 + streams) * hidden + widest) * ITEM_BYTES[assembly.config.dtype]
 
 
 def positions_of(assembly: Assembly) -> int:

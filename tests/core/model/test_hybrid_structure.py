@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hybrid_models import BASE, HybridOracle, drawn
 from safetensors.torch import load_file, save_file
@@ -16,7 +18,7 @@ from ds_runtime.description.hybrid.structure import native_name
 from ds_runtime.description.sites import model_sites
 from ds_runtime.description.structure import model_of
 from ds_runtime.description.tree import Ranks, by_name
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.world import World
@@ -128,3 +130,44 @@ def test_wrong_tensors_are_named(tmp_path, change, said):
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=said):
         loaded(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A folder with config.json alone."""
+    folder = tmp_path_factory.mktemp("bare")
+    raw = {**BASE, "architectures": ["DeepseekV4ForCausalLM"], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)
+
+
+@pytest.mark.parametrize("device", ["xeon-6980p", "h200", "mi300x", "910b", "max1550", "b580"])
+def test_it_is_planned_on_every_platform(bare, device):
+    """No plugin has a line for it: what none of them serves, the references do."""
+    config = EngineConfig(model=bare, load_format="dummy")
+    made = assemble(config, device=device)
+    served = {row.op: row.provider for row in made.plan.rows}
+    assert served["window_decode"] and served["experts_limited"] and served["compress_windows"]
+    assert made.config.page_size % 128 == 0
+    sizes = made.cache_sizes
+    assert sizes.page and sizes.state
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"speculative_algorithm": "NEXTN"}, "--speculative-algorithm: DeepseekV4ForCausalLM is"),
+        ({"batch_invariant": True}, "--batch-invariant: DeepseekV4ForCausalLM is"),
+        ({"quantize": "int8"}, "--quantize: DeepseekV4ForCausalLM is"),
+        ({"lora": ("a=/x",)}, "--lora: DeepseekV4ForCausalLM is"),
+        ({"disable_mla": True}, "--disable-mla: DeepseekV4ForCausalLM attends chosen"),
+    ],
+)
+def test_what_it_is_not_served_with(bare, more, said):
+    with pytest.raises(DsRuntimeError, match=said):
+        assemble(EngineConfig(model=bare, platform="cpu", load_format="dummy", **more))
+
+
+def test_pages_hold_whole_entries(bare):
+    with pytest.raises(ConfigError, match=r"--page-size 64: an entry stands for several tokens"):
+        assemble(EngineConfig(model=bare, load_format="dummy", page_size=64), ["page_size"])
