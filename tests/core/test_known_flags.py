@@ -7,6 +7,8 @@ from argparse import Namespace
 from functools import cache
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from ds_runtime.cli import build_parser, main, torchrun
 from ds_runtime.cli.config_file import read
@@ -20,6 +22,7 @@ from ds_runtime.ops.binding.backends import backend_pins
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.mesh import Mesh
+from examples import examples
 
 
 def parsed(*args):
@@ -187,6 +190,34 @@ def test_what_is_refused(args, said):
     with pytest.raises(ConfigError) as refusal:
         parsed(*args.split())
     assert said in str(refusal.value)
+
+
+@given(at=st.text(alphabet="ab1:[]. \t/@%\u0663-", max_size=12))
+@example(at="[::1]:5000")
+@example(at="::1:5000")
+@example(at="a b:5000")
+@example(at="h:\u0663")
+@example(at="tcp://h:5000")
+@settings(max_examples=examples(60))
+def test_ranks_meet_at_a_name_or_an_ipv4_number(at):
+    """Nothing else comes as far as the socket that listens there, or torch."""
+    words = [
+        "--tp",
+        "4",
+        "--nnodes",
+        "2",
+        "--headless",
+        "--node-rank",
+        "1",
+        f"--dist-init-addr={at}",
+    ]
+    host, _, port = at.rpartition(":")
+    fits = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65535
+    if fits and host and not {*host} - {*"ab1.-"}:
+        parsed(*words, "--dist-token-file", "x")
+    else:
+        with pytest.raises(ConfigError, match="by name or IPv4 number, as ranks do not meet by"):
+            parsed(*words)
 
 
 def test_one_is_the_number_of_what_is_not_built():

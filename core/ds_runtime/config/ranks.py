@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from ds_runtime.common.address import is_loopback
 from ds_runtime.errors import ConfigError
+
+_HOST, _PORT = re.compile(r"[A-Za-z0-9_.-]+"), re.compile(r"[0-9]{1,5}")
 
 
 class RankSettings(Protocol):
@@ -75,10 +78,11 @@ def _several(config: RankSettings) -> None:
             "server for each, or give --enable-dp-attention"
         )
     host, _, port = (at or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65535:
         raise ConfigError(
             f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, an address of machine "
-            "0 that every other one reaches; the port is below 65535, as the next one is used, too"
+            "0 that every other one reaches, by name or IPv4 number, as ranks do not meet by IPv6; "
+            "the port is below 65535, as the next one is used, too"
         )
 
 
