@@ -593,3 +593,10 @@ def test_a_record_says_where_it_was_measured(tmp_path: Path) -> None:
         record.append(path, {"i": i, **row})
     assert [json.loads(line)["i"] for line in path.read_text().splitlines()] == [0, 1]
     assert record.peak_bytes() > 1 << 20
+
+
+def test_several_served_names_are_refused_by_name(capsys):
+    """The second one looks like a model's folder."""
+    code, _, err = run(capsys, "serve", "--model", "demo", "--served-model-name", "a", "b")
+    assert code and "b: --model demo is given beside it: name one" in err
+    assert "--served-model-name takes one name, here a" in err
