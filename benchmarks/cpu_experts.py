@@ -30,7 +30,11 @@ from ds_runtime_cpu.ceilings import STREAMS
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.platform import CpuPlatform
 
-SHAPES = {"v3": (8, 7168, 2048, 8), "lite": (64, 2048, 1408, 6), "v4-flash": (16, 4096, 2048, 6)}  # experts, hidden, inter, top-k
+SHAPES = {
+    "v3": (8, 7168, 2048, 8),
+    "lite": (64, 2048, 1408, 6),
+    "v4-flash": (16, 4096, 2048, 6),
+}  # experts, hidden, inter, top-k
 FORMATS = ("bf16", "fp8", "fp4", "int8", "int4")
 APART = 1 << 30  # bytes between two uses of the same weights
 
