@@ -149,6 +149,7 @@ int main(int argc, char** argv) {
   matmul_cases(cases, large);
   attention_cases(cases, large);
   sparse_cases(cases, large);
+  window_cases(cases);
   for (const char* path : paths) {
     const Library library = open(path);
     if (!wrong.empty())

@@ -51,6 +51,12 @@ namespace driver {
   X(index_scores)           \
   X(index_topk)             \
   X(mha_prefill)            \
+  X(route_softplus)         \
+  X(hc_pre)                 \
+  X(hc_post)                \
+  X(norm_rope)              \
+  X(rope_back)              \
+  X(window_rows)            \
   X(copy)                   \
   X(add)                    \
   X(slots_add)              \
@@ -196,5 +202,6 @@ void small_cases(std::vector<Case>& to, bool large);
 void matmul_cases(std::vector<Case>& to, bool large);
 void attention_cases(std::vector<Case>& to, bool large);
 void sparse_cases(std::vector<Case>& to, bool large);
+void window_cases(std::vector<Case>& to);
 
 }  // namespace driver

@@ -65,12 +65,16 @@ void decode(std::vector<Case>& to, const Decode& d) {
                   const int64_t rows = starts.back(), count = int64_t(d.lens.size());
                   Matrix<T> q(rows * d.heads, pages.width, pages.width + 3, 1);
                   Matrix<T> out(rows * d.heads, d.lora);
+                  Matrix<float> sinks(1, d.heads), lse(rows, d.heads);
                   q.fill(random, nan<T>());
+                  sinks.fill(random, 0.0f);
                   library.mla_decode(code<T>(), cached, q.data, d.heads * q.ld, q.ld,
                                      pages.cache->data, d.page, pages.width, d.lora,
                                      pages.table->data, pages.table->ld, d.lens.data(),
                                      starts.data(), 0.2, out.data, count, d.heads,
-                                     d.trees.empty() ? nullptr : d.trees.data());
+                                     d.trees.empty() ? nullptr : d.trees.data(), sinks.data,
+                                     lse.data);
+                  results.take(lse, "mla_decode's lse");
                   results.take(out, "mla_decode");
                 }});
 }

@@ -102,7 +102,7 @@ void chosen(std::vector<Case>& to, int64_t rows, int64_t n, int64_t heads, int64
     library.compact_slots(slots.data, slots.ld, n, pages.data, lens.data, rows);
     library.mla_decode(code<T>(), kept, q.data, heads * q.ld, q.ld, cache, 1, width,
                        lora, pages.data, n, lens.data, starts.data, 0.2, out.data, rows, heads,
-                       nullptr);
+                       nullptr, nullptr, nullptr);
     results.take(out, "mla_decode of chosen slots");
   }});
 }

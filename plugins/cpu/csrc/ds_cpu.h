@@ -154,13 +154,51 @@ DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int6
 // the cache [pages, page_size, width] (in dtype, DS_E4M3 or DS_GROUPED) through pages + i * max_pages. out
 // [rows, heads, lora]; zeros where lens[i] <= 0. Rows after lens[i] are never read. tree: null, or per
 // row which of the last 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b;
-// those before it sees all.
+// those before it sees all. sink [heads]: exp(sink) is added to the denominators; lse [rows, heads]
+// gets their logs, -inf where lens[i] <= 0. Both may be null.
 DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q,
                                  int64_t stride_row, int64_t stride_head, const void* cache,
                                  int64_t page_size, int64_t width, int64_t lora,
                                  const int32_t* pages, int64_t max_pages, const int32_t* lens,
                                  const int32_t* starts, double scale, void* out,
-                                 int64_t sequences, int64_t heads, const int64_t* tree);
+                                 int64_t sequences, int64_t heads, const int64_t* tree,
+                                 const float* sink, float* lse);
+// The rows that tokens [first, first + rows) see, as dtype: out [rows, window + n, width], of which row
+// i has lens[i], 0 for a block below 0. Those of positions p - window + 1 to p are in kv [tokens,
+// width], where it is not null and the token is of the same block, or at entry p % entries of its
+// block in recent; then come those of `compressed` at slots [tokens, n] >= 0. kv_dtype: dtype or e4m3.
+DS_EXPORT void ds_cpu_window_rows(int32_t dtype, int32_t kv_dtype, const void* kv, int64_t ldkv,
+                                  const void* recent, int64_t entries, const int64_t* positions,
+                                  const int64_t* blocks, int64_t window, const void* compressed,
+                                  const int32_t* slots, int64_t ld, int64_t n, int64_t width,
+                                  int64_t first, void* out, int32_t* lens, int64_t rows);
+// RMS norm of each head of x [rows, heads, d <= 2048] with strides, weight [d] or null; then its last
+// `rope` dims are rotated as pairs; if group > 0 the others are rounded to e4m3 times a power of two
+// per so many. out contiguous.
+DS_EXPORT void ds_cpu_norm_rope(int32_t dtype, const void* x, int64_t stride_row,
+                                int64_t stride_head, const float* weight, double eps,
+                                const int64_t* positions, const float* cos_sin, int64_t group,
+                                void* out, int64_t rows, int64_t heads, int64_t d, int64_t rope);
+// The last `rope` dims of each head of x [rows, heads, d <= 2048] rotated by minus the angle.
+DS_EXPORT void ds_cpu_rope_back(int32_t dtype, const void* x, int64_t stride_row,
+                                int64_t stride_head, const int64_t* positions, const float* cos_sin,
+                                void* out, int64_t rows, int64_t heads, int64_t d, int64_t rope);
+// What a sublayer reads of n <= 8 streams x [tokens, n, d]; m [tokens, n * (2 + n)] is their product
+// with fn, as the contract HcPre says. out [tokens, d], post [tokens, n], mix [tokens, n, n]. mix null:
+// m [tokens, n], and only out is made.
+DS_EXPORT void ds_cpu_hc_pre(int32_t dtype, const void* x, const float* m, const float* base,
+                             const float* scale, double eps, double hc_eps, int64_t rounds,
+                             void* out, float* post, float* mix, int64_t tokens, int64_t n,
+                             int64_t d);
+// out [tokens, n, d]: post[k] * y + the sum over j of mix[j, k] * x[j].
+DS_EXPORT void ds_cpu_hc_post(int32_t dtype, const void* y, int64_t ldy, const void* x,
+                              const float* post, const float* mix, void* out, int64_t tokens,
+                              int64_t n, int64_t d);
+// As route, with the root of softplus for scores, without groups, renormalised. chosen [tokens, top_k]:
+// the experts, or null: those best with bias [experts] (or null) added.
+DS_EXPORT void ds_cpu_route_softplus(const float* logits, int64_t ldl, const float* bias,
+                                     const int64_t* chosen, float* weights, int32_t* ids,
+                                     int64_t tokens, int64_t experts, int64_t top_k, double scale);
 // Lists of slots [rows, n] at ld without their negative entries: out [rows, n] contiguous, of which row
 // r fills the first lens[r]. Chosen slots are the page table of a cache with pages of one row.
 DS_EXPORT void ds_cpu_compact_slots(const int32_t* slots, int64_t ld, int64_t n, int32_t* out,

@@ -47,6 +47,22 @@ struct Call {
   void* out;
   int64_t sequences, heads;
   const int64_t* tree;  // null: rows see what their place says
+  const float* sink;    // null: none
+  float* lse;           // null: not asked for
+
+  // What the sums of row m of the rows of a sequence are multiplied with: `top` is the largest score,
+  // in powers of two, `total` the sum of what others are to it. Tells the log of the denominator.
+  float factor(int64_t first, int64_t m, float top, float total) const {
+    float part = 1.0f;
+    if (sink) {
+      const float own = sink[m % heads] * 1.44269504f, high = own > top ? own : top;
+      part = std::exp2(top - high);
+      total = total * part + std::exp2(own - high);
+      top = high;
+    }
+    if (lse) lse[first * heads + m] = (top + std::log2(total)) * 0.69314718f;
+    return part / total;
+  }
 };
 
 // each(slice) for every run of sequences that have up to SLICE rows together: what ranges leave
@@ -225,7 +241,8 @@ void attend(const Call& call, const Unit& u, bool cold, const Unit* then, const 
   }
   for (int64_t m = 0; m < u.rows; ++m) {
     T* out = (T*)call.out + (start * call.heads + u.row + m) * call.lora;
-    store_scaled(sums + m * columns, 1.0f / tile.total()[m], out, call.lora);
+    const float factor = call.factor(start, u.row + m, tile.top()[m], tile.total()[m]);
+    store_scaled(sums + m * columns, factor, out, call.lora);
   }
 }
 
@@ -251,13 +268,22 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t st
         fma(F::load(more + c), F::all(part), before).store(sums + c);
       }
     }
-    T* out = (T*)call.out + (call.starts[u.sequence] * call.heads + u.row + m) * call.lora;
-    store_scaled(sums, 1.0f / total, out, call.lora);
+    const int64_t start = call.starts[u.sequence];
+    T* out = (T*)call.out + (start * call.heads + u.row + m) * call.lora;
+    store_scaled(sums, call.factor(start, u.row + m, high, total), out, call.lora);
   }
 }
 
 template <class T, class K, class C>
 void mla_decode_slice(const Call& call, void* buffer) {
+  for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
+    if (call.lens[i] <= 0) {
+      const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
+      T* out = (T*)call.out + first * call.heads * call.lora;
+      std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
+      for (int64_t m = 0; call.lse && m < count * call.heads; ++m)
+        call.lse[first * call.heads + m] = -INFINITY;
+    }
   const Memory<C> memory(buffer, call);
   int64_t at = 0, cost = 0;
   units_of(call, [&](const Unit& u) {
@@ -305,9 +331,9 @@ void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t s
                        int64_t stride_head, const void* cache, int64_t page_size, int64_t width,
                        int64_t lora, const int32_t* pages, int64_t max_pages, const int32_t* lens,
                        const int32_t* starts, double scale, void* out, int64_t sequences,
-                       int64_t heads, const int64_t* tree) {
+                       int64_t heads, const int64_t* tree, const float* sink, float* lse) {
   const Call call{q,    stride_row, stride_head, cache,        page_size, width,     lora, pages,
-                  max_pages, lens,  starts,      float(scale), out,       sequences, heads, tree};
+                  max_pages, lens,  starts,      float(scale), out,       sequences, heads, tree, sink, lse};
   auto run = dtype == DS_F32 ? mla_decode<float, float, float> : mla_decode<bf16, bf16, Bf16Math>;
   if (kv_dtype == DS_E4M3)
     run = dtype == DS_F32 ? mla_decode<float, e4m3, float> : mla_decode<bf16, e4m3, Bf16Math>;

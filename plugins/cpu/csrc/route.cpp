@@ -154,6 +154,42 @@ struct Largest {
   }
 };
 
+// As torch has it: beyond 20 x itself.
+inline float root_softplus(float x) {
+  return std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));
+}
+
+struct Softplus {
+  const float* bias;  // or null
+  int64_t experts, top_k;
+  float scale;
+
+  // chosen: [top_k], or null for the best.
+  void one(const float* x, const int64_t* chosen, float* weights, int32_t* ids) const {
+    float total = 0.0f;
+    if (chosen) {
+      for (int64_t i = 0; i < top_k; ++i) {
+        const int64_t e = chosen[i];
+        ids[i] = int32_t(e);
+        weights[i] = e >= 0 && e < experts ? root_softplus(x[e]) : 0.0f;
+        total += weights[i];
+      }
+    } else {
+      float s[MOST], c[MOST];
+      Largest left;
+      for (int64_t i = 0; i < experts; ++i) s[i] = root_softplus(x[i]);
+      for (int64_t i = 0; i < experts; ++i) c[i] = bias ? s[i] + bias[i] : s[i];
+      left.fill(c, experts);
+      for (int64_t i = 0; i < top_k; ++i) {
+        ids[i] = int32_t(left.take());
+        weights[i] = s[ids[i]];
+        total += weights[i];
+      }
+    }
+    for (int64_t i = 0; i < top_k; ++i) weights[i] *= scale / (total + 1e-20f);
+  }
+};
+
 struct Choice {
   const float* bias;  // or null
   int64_t experts, top_k, shared, groups, open_groups;
@@ -240,6 +276,18 @@ void ds_cpu_router_logits(int32_t dtype, const void* x, int64_t ldx, const float
                           int64_t tokens, int64_t experts, int64_t hidden) {
   const Logits all{ldx, w, out, tokens, experts, hidden};
   dtype == DS_F32 ? all.run((const float*)x) : all.run((const bf16*)x);
+}
+
+void ds_cpu_route_softplus(const float* logits, int64_t ldl, const float* bias,
+                           const int64_t* chosen, float* weights, int32_t* ids, int64_t tokens,
+                           int64_t experts, int64_t top_k, double scale) {
+  if (experts > MOST || top_k > experts) return;
+  const Softplus choice{bias, experts, top_k, float(scale)};
+  parallel(tokens, 1, tokens * experts * 128, [&](int64_t t, int64_t end) {
+    for (; t < end; ++t)
+      choice.one(logits + t * ldl, chosen ? chosen + t * top_k : nullptr, weights + t * top_k,
+                 ids + t * top_k);
+  });
 }
 
 void ds_cpu_route(const float* logits, int64_t ldl, const float* bias, float* weights, int32_t* ids,

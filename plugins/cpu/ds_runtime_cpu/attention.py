@@ -182,6 +182,8 @@ class MlaDecodeNative:
             state.sequences,
             heads,
             0 if state.tree is None else state.tree.data_ptr(),
+            0,
+            0,
         )
         return out
 

@@ -41,6 +41,8 @@ _A8 = (
 _KV_B = "kv_b is kept twice: whole for prefill, and per head for decode"
 MAX_EXPERTS = 1024  # of the native router's buffers
 _MAX_INDEX = 1024  # of the native index prologue's
+_MAX_HEAD = 2048  # of native norms of heads
+_MAX_STREAMS = 8  # of csrc/streams.cpp
 
 
 def _on_cpu(facts: Facts) -> str | None:
@@ -89,6 +91,18 @@ def _experts(facts: Facts) -> str | None:
     return None
 
 
+def _head(facts: Facts) -> str | None:
+    dims = facts.dims.get("kv_lora", 0) + facts.dims.get("qk_rope", 0)
+    return f"takes heads of at most {_MAX_HEAD} dims, not {dims}" if dims > _MAX_HEAD else None
+
+
+def _streams(facts: Facts) -> str | None:
+    streams = facts.dims.get("streams", 0)
+    return (
+        f"mixes at most {_MAX_STREAMS} streams, not {streams}" if streams > _MAX_STREAMS else None
+    )
+
+
 def _x86(facts: Facts) -> str | None:
     arch = facts.device.arch
     if arch.startswith("x86-64"):
@@ -133,6 +147,8 @@ _native_cache = gates(_kv_dtype, _needs_native)
 _native_scaled = gates(_scaled, _needs_native)
 _native_index = gates(_index, _needs_native)
 _native_route = gates(_experts, _needs_native)
+_native_heads = gates(_head, _needs_native)
+_native_streams = gates(_streams, _needs_native)
 _matmul_decode = gates(checks.same_kv, _torch_only)
 _onednn = gates(_x86, _packs, _torch_only)
 _zen = gates(_zentorch, _bfloat16, _avx512, _on_cpu)
@@ -222,6 +238,12 @@ ATTENTION: tuple[Kernel, ...] = (
         layouts={"latent_pages.v1", *_SCALED_PAGES, *_EXPANDED_PAGES},
     ),
     _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
+    *(
+        _in_order(op, "window:window_sparse", _native_cache)
+        for op in ("window_prefill", "window_decode")
+    ),
+    _by_row("norm_rope", "window:norm_rope", _native_heads),
+    _by_row("rope_back", "window:rope_back", _native_heads),
     _in_order("index_prologue", "sparse:index_prologue", _native_index),
     _in_order("index_scores", "sparse:index_scores", _native_index),
     _in_order("index_topk", "sparse:index_topk"),
@@ -269,6 +291,7 @@ MOE: tuple[Kernel, ...] = (
 ROUTING: tuple[Kernel, ...] = (
     _by_row("router_logits", "routing:router_logits"),
     _by_row("route", "routing:route", _native_route),
+    _by_row("route_softplus", "routing:route_softplus", _native_route),
 )
 LINEAR_KERNELS: tuple[Kernel, ...] = (
     _panels(
@@ -294,6 +317,9 @@ SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("silu_mul", "small:silu_mul"),
     _by_row("silu_mul_limited", "small:silu_mul_limited"),
     _by_row("rope", "prologue:rope"),
+    _in_order("hc_pre", "streams:hc_pre", _native_streams),
+    _by_row("hc_post", "streams:hc_post", _native_streams),
+    _in_order("hc_head", "streams:hc_head", _native_streams),
     _by_row("embed", "small:embed"),
     _by_row("quantize_group", "small:quantize_group"),
     _by_row("sample", "sampling:sample"),

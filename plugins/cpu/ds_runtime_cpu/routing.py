@@ -64,3 +64,34 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         routing.scale,
     )
     return weights, ids
+
+
+def route_softplus(
+    logits: Tensor, bias: Tensor | None, chosen: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """RouteSoftplus over at most MAX_EXPERTS experts."""
+    tokens, experts = logits.shape
+    top_k = routing.top_k
+    assert top_k <= experts <= MAX_EXPERTS and logits.dtype == torch.float32, (logits, routing)
+    logits = in_rows(logits)
+    if bias is not None:
+        assert bias.dtype == torch.float32 and bias.shape == (experts,), bias
+        bias = bias.contiguous()
+    if chosen is not None:
+        assert chosen.dtype == torch.int64 and chosen.shape == (tokens, top_k), chosen
+        chosen = chosen.contiguous()
+    weights = torch.empty(tokens, top_k)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    active.route_softplus(
+        logits.data_ptr(),
+        logits.stride()[0],
+        0 if bias is None else bias.data_ptr(),
+        0 if chosen is None else chosen.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        tokens,
+        experts,
+        top_k,
+        routing.scale,
+    )
+    return weights, ids

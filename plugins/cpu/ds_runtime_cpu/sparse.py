@@ -143,6 +143,8 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
             count,
             heads,
             0,
+            0,
+            0,
         )
     return out
 
