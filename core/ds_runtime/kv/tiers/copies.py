@@ -119,6 +119,22 @@ class HostCopies:
             self._caches.arriving.wait()
             self._caches.arriving = None
 
+    def seconds(self, pages: int) -> float:
+        """To load one of so many pages, before there are requests."""
+        pairs = [(page, page) for page in range(min(pages, len(self._pages[0].host)))]
+        layers = [one.blocks(run) for one in self._pages for run in _runs(pairs)]
+        took = list[float]()
+        for _ in range(3):
+            begin = time.perf_counter()
+            self._copies.load(layers).finish()
+            took.append(time.perf_counter() - begin)
+        return min(took) / len(pairs)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page of every layer."""
+        return sum(one.laid.page_bytes for one in self._pages)
+
     def parts(self, kind: str, slot: int) -> list[memoryview]:
         """The memory of a slot for a "page" or a "state", layer by layer."""
         held = self._pages if kind == "page" else self._states

@@ -24,6 +24,7 @@ from ds_runtime.kv.keys import Origin, page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
+from ds_runtime.kv.tiers.pace import Pace
 from ds_runtime.kv.tiers.slots import Slots
 
 THROUGH, SELECTIVE, BACK = "write_through", "write_through_selective", "write_back"
@@ -88,6 +89,7 @@ class HostTier:
         self._hurried = False
         self._states_saved: list[tuple[int, bytes]] = []
         self.disk: Disk | None = None
+        self.pace: Pace | None = None  # None: nobody has measured, so all is brought
         self.num_saved = self.num_loaded = 0
 
     # ---- the prefix cache's side ----
@@ -103,6 +105,8 @@ class HostTier:
     def behind(self, found: Match, tokens: Sequence[int], size: int) -> Match:
         """A path with the names of what lies here behind it; a token at least is left over."""
         names, name = list[bytes](), found.node.name
+        if self.pace is not None and not self.pace.host_pays:
+            return found
         for start in range(len(found.pages) * size, (len(tokens) - 1) // size * size, size):
             name = page_key(name, tokens[start : start + size])
             if name not in self.pages:
@@ -258,6 +262,8 @@ class HostTier:
             names.append(name)
             has_state = self._snapshots is None or name in self.states or disk.has(name, "state")
             last = len(names) if has_state else last
+        if self.pace is not None and not self.pace.disk_pays:
+            last = 0
         wanted, names = list[Wanted](), names[: min(last, self.pages.count // 2)]
         for name in names:
             if not self.pages.touch(name):
