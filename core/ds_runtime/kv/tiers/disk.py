@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Disk:
     def __init__(self, folder: DiskFolder, memory: SlotMemory) -> None:
         self.folder, self._memory = folder, memory
         self._noted: list[_Write] = []
+        self._owed: deque[_Write] = deque()  # slots that are not kept, as the disk lags
         self._writing: dict[Future[int], _Write] = {}
         self._reading: dict[Future[bool], _Read] = {}
         self._fetches: list[Fetch] = []
@@ -79,11 +81,27 @@ class Disk:
         return bool(self._fetches)
 
     def save(self, slots: Slots, kind: str, slot: int, name: bytes) -> None:
-        """A copy to this slot is about to be queued; it goes on to the disk, unless that lags."""
-        on_its_way = len(self._noted) + len(self._writing)
-        if not self.folder.stopped and on_its_way < max(1, slots.count // _LEAST):
+        """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
+        goes later, if nobody else has the slot by then."""
+        if self.folder.stopped:
+            return
+        if self._has_room(slots):
             slots.keep(slot)
             self._noted.append(_Write(slots, kind, slot, name))
+        else:
+            self._owed.append(_Write(slots, kind, slot, name))
+
+    def _has_room(self, slots: Slots) -> bool:
+        """Whether one more slot may be on its way to the disk."""
+        return len(self._noted) + len(self._writing) < max(1, slots.count // _LEAST)
+
+    def _catch_up(self) -> None:
+        """What the disk lagged behind with, as far as it still has its slot."""
+        while self._owed and self._has_room(self._owed[0].slots):
+            one = self._owed.popleft()
+            if one.slots.find(one.name) == one.slot:
+                one.slots.keep(one.slot)
+                self._noted.append(one)
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there."""
@@ -125,6 +143,7 @@ class Disk:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
             self.bytes_written += written.result()
+        self._catch_up()
         if self._noted and self._memory.settled(idle):
             for one in self._noted:
                 given = one.name, one.kind, self._memory.parts(one.kind, one.slot)
@@ -152,6 +171,9 @@ class Disk:
     def close(self) -> None:
         """Write what is on its way, and leave."""
         self.poll(idle=True)
+        while self._owed or self._writing:
+            wait(self._writing)
+            self.poll(idle=True)
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
         self.poll()

@@ -36,6 +36,10 @@ class Slots:
         self._names.move_to_end(name)
         return True
 
+    def find(self, name: bytes) -> int:
+        """Its slot, −1 if it has none. It does not count as used."""
+        return self._names.get(name, -1)
+
     def pin(self, name: bytes) -> int:
         """The slot of a name that has one."""
         slot = self._names[name]
