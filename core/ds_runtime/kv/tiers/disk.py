@@ -90,6 +90,8 @@ class Disk:
             self._noted.append(_Write(slots, kind, slot, name))
         else:
             self._owed.append(_Write(slots, kind, slot, name))
+            if len(self._owed) > 2 * slots.count:  # the oldest have no slot any more
+                self._owed.popleft()
 
     def _has_room(self, slots: Slots) -> bool:
         """Whether one more slot may be on its way to the disk."""
