@@ -18,7 +18,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.host import POLICIES
-from ds_runtime.kv.tiers.pace import Pace
+from ds_runtime.kv.tiers.pace import BringPace
 from examples import examples
 
 NAME = bytes(range(32))
@@ -286,7 +286,7 @@ def test_only_what_beats_computing_is_brought(tmp_path, loaded, read, host, stor
     asked(first, "a", LONG)
     disk.close()
     rig, disk = engine(tmp_path / "cache", known)
-    rig.ranks[0].below.pace = Pace(computed=5.0, loaded=loaded, read=read)
+    rig.ranks[0].below.pace = BringPace(computed=5.0, loaded=loaded, read=read)
     assert asked(rig, "a", LONG) == (36 if storage else 0)
     for number in range(9):
         asked(rig, f"other {number}", [number, *range(20, 37)], max_tokens=1)

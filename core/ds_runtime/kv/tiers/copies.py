@@ -40,7 +40,7 @@ class Moved:
 
 
 @dataclass(slots=True)
-class _Queued:
+class _Moving:
     """Copies under way. lasts: the last one of each layer; last: of all."""
 
     copying: Copying
@@ -77,8 +77,8 @@ class HostCopies:
         history = [pair for pair in caches.groups if not pair[0].group.per_request]
         self._pages = _held(history, pages, copies)
         self._states = _held(caches.states, states, copies)
-        self._saving: _Queued | None = None  # what the next step waits for
-        self._under_way: list[_Queued] = []
+        self._saving: _Moving | None = None  # what the next step waits for
+        self._under_way: list[_Moving] = []
         self.saved, self.loaded = Moved(), Moved()
 
     @property
@@ -157,13 +157,13 @@ class HostCopies:
         held: Sequence[_Held],
         pairs: Pairs,
         moved: Moved,
-    ) -> _Queued:
+    ) -> _Moving:
         """Of (block, slot)."""
         begin, runs = time.perf_counter(), _runs(pairs)
         layers = [one.blocks(run) for one in held for run in runs]
         lasts = {one.layer: len(runs) * (n + 1) - 1 for n, one in enumerate(held)}
         size = len(pairs) * sum(one.laid.page_bytes for one in held)
-        queued = _Queued(copy(layers), lasts, len(layers) - 1, moved, size, begin)
+        queued = _Moving(copy(layers), lasts, len(layers) - 1, moved, size, begin)
         if not queued.counted():
             self._under_way.append(queued)
         return queued

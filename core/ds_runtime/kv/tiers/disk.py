@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.slots import Slots
+from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
 _READERS = 4
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
 
 
-Wanted = tuple[Slots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
+Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
 
 
 class SlotMemory(Protocol):
@@ -44,18 +44,18 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class _Write:
-    slots: Slots
+class _Writing:
+    slots: TierSlots
     kind: str
     slot: int
     name: bytes
 
 
 @dataclass(slots=True)
-class _Read:
+class _Reading:
     """keep: takes a slot that is filled."""
 
-    write: _Write
+    write: _Writing
     fetch: Fetch
     keep: Callable[[int], object]
 
@@ -65,10 +65,10 @@ class Disk:
 
     def __init__(self, folder: DiskFolder, memory: SlotMemory) -> None:
         self.folder, self._memory = folder, memory
-        self._noted: list[_Write] = []
-        self._owed: deque[_Write] = deque()  # slots that are not kept, as the disk lags
-        self._writing: dict[Future[int], _Write] = {}
-        self._reading: dict[Future[bool], _Read] = {}
+        self._noted: list[_Writing] = []
+        self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
+        self._writing: dict[Future[int], _Writing] = {}
+        self._reading: dict[Future[bool], _Reading] = {}
         self._fetches: list[Fetch] = []
         self._writer = ThreadPoolExecutor(1, "disk cache, writing")
         self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
@@ -80,20 +80,20 @@ class Disk:
         """Whether requests wait for it."""
         return bool(self._fetches)
 
-    def save(self, slots: Slots, kind: str, slot: int, name: bytes) -> None:
+    def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
         """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
         goes later, if nobody else has the slot by then."""
         if self.folder.stopped:
             return
         if self._has_room(slots):
             slots.keep(slot)
-            self._noted.append(_Write(slots, kind, slot, name))
+            self._noted.append(_Writing(slots, kind, slot, name))
         else:
-            self._owed.append(_Write(slots, kind, slot, name))
+            self._owed.append(_Writing(slots, kind, slot, name))
             if len(self._owed) > 2 * slots.count:  # the oldest have no slot any more
                 self._owed.popleft()
 
-    def _has_room(self, slots: Slots) -> bool:
+    def _has_room(self, slots: TierSlots) -> bool:
         """Whether one more slot may be on its way to the disk."""
         return len(self._noted) + len(self._writing) < max(1, slots.count // _LEAST)
 
@@ -119,10 +119,10 @@ class Disk:
         for slots, kind, name, keep in wanted:
             if (slot := slots.reserve()) < 0:
                 break
-            one = _Write(slots, kind, slot, name)
+            one = _Writing(slots, kind, slot, name)
             parts = self._memory.parts(kind, slot)
             future = self._readers.submit(self.folder.read, name, kind, parts)
-            self._reading[future] = _Read(one, made, keep)
+            self._reading[future] = _Reading(one, made, keep)
             made.left += 1
         made.done = not made.left
         if not made.done:
@@ -159,7 +159,7 @@ class Disk:
             self._told = True
             print(f"warning: --disk-cache {self.folder.stopped}", file=sys.stderr, flush=True)
 
-    def _take(self, read: _Read, whole: bool) -> None:
+    def _take(self, read: _Reading, whole: bool) -> None:
         one = read.write
         read.fetch.left -= 1
         if not whole:

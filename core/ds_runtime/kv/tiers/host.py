@@ -24,8 +24,8 @@ from ds_runtime.kv.keys import Origin, page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
-from ds_runtime.kv.tiers.pace import Pace
-from ds_runtime.kv.tiers.slots import Slots
+from ds_runtime.kv.tiers.pace import BringPace
+from ds_runtime.kv.tiers.slots import TierSlots
 
 THROUGH, SELECTIVE, BACK = "write_through", "write_through_selective", "write_back"
 POLICIES = (THROUGH, SELECTIVE, BACK)
@@ -79,7 +79,7 @@ class HostTier:
         root: Callable[[Realm], bytes],
         snapshots: Snapshots | None = None,
     ) -> None:
-        self.pages, self.states, self.policy = Slots(pages), Slots(states), policy
+        self.pages, self.states, self.policy = TierSlots(pages), TierSlots(states), policy
         self._root, self._snapshots = root, snapshots
         if snapshots is not None:
             snapshots.below = self
@@ -89,7 +89,7 @@ class HostTier:
         self._hurried = False
         self._states_saved: list[tuple[int, bytes]] = []
         self.disk: Disk | None = None
-        self.pace: Pace | None = None  # None: nobody has measured, so all is brought
+        self.pace: BringPace | None = None  # None: nobody has measured, so all is brought
         self.num_saved = self.num_loaded = 0
 
     # ---- the prefix cache's side ----
@@ -194,7 +194,7 @@ class HostTier:
     # ---- requests ----
 
     def hold(self, known: Match) -> list[int]:
-        """Slots of the pages behind a path, in its order. They stay until the next plan, and so
+        """TierSlots of the pages behind a path, in its order. They stay until the next plan, and so
         does a state that a request may go on from there."""
         slots = [self.pages.pin(name) for name in reversed(known.behind)]
         last = known.behind[-1] if known.behind else known.node.name

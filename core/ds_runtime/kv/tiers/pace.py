@@ -8,7 +8,7 @@ PROBED = 16 << 20  # bytes of the disk that are read to learn its speed
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class BringPace:
     """Seconds per page. computed: in a chunk of a prompt without a past; loaded: from host memory;
     read: from the disk to there, 0 without one."""
 
@@ -26,7 +26,7 @@ class Pace:
         """Whether what the disk has is read."""
         return self.loaded + self.read < self.computed
 
-    def with_disk(self, read: float) -> Pace:
+    def with_disk(self, read: float) -> BringPace:
         """As this, with a disk."""
         return replace(self, read=read)
 

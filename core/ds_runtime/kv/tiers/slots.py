@@ -6,7 +6,7 @@ import heapq
 from collections import Counter, OrderedDict
 
 
-class Slots:
+class TierSlots:
     """Slots 0 … count − 1. The name used least recently leaves first.
 
     A slot that a copy is noted for is pinned: it goes to nobody else before `release`, whether its
