@@ -52,7 +52,7 @@ class _Writing:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _Bringing:
     """keep: takes a slot that is filled."""
 
     write: _Writing
@@ -68,7 +68,7 @@ class Disk:
         self._noted: list[_Writing] = []
         self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
         self._writing: dict[Future[int], _Writing] = {}
-        self._reading: dict[Future[bool], _Reading] = {}
+        self._reading: dict[Future[bool], _Bringing] = {}
         self._fetches: list[Fetch] = []
         self._writer = ThreadPoolExecutor(1, "disk cache, writing")
         self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
@@ -122,7 +122,7 @@ class Disk:
             one = _Writing(slots, kind, slot, name)
             parts = self._memory.parts(kind, slot)
             future = self._readers.submit(self.folder.read, name, kind, parts)
-            self._reading[future] = _Reading(one, made, keep)
+            self._reading[future] = _Bringing(one, made, keep)
             made.left += 1
         made.done = not made.left
         if not made.done:
@@ -159,7 +159,7 @@ class Disk:
             self._told = True
             print(f"warning: --disk-cache {self.folder.stopped}", file=sys.stderr, flush=True)
 
-    def _take(self, read: _Reading, whole: bool) -> None:
+    def _take(self, read: _Bringing, whole: bool) -> None:
         one = read.write
         read.fetch.left -= 1
         if not whole:

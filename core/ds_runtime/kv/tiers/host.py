@@ -194,7 +194,7 @@ class HostTier:
     # ---- requests ----
 
     def hold(self, known: Match) -> list[int]:
-        """TierSlots of the pages behind a path, in its order. They stay until the next plan, and so
+        """Slots of the pages behind a path, in its order. They stay until the next plan, and so
         does a state that a request may go on from there."""
         slots = [self.pages.pin(name) for name in reversed(known.behind)]
         last = known.behind[-1] if known.behind else known.node.name
