@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +41,42 @@ def test_a_restart_keeps_what_was_cached(tiny, tmp_path, tokens):
     assert again[2] == {"device": 0, "host": 0, "storage": 128}
     assert again[0] == cold[0] and again[1] == pytest.approx(cold[1], abs=1e-4)
     assert stats.cached_disk_tokens == 128 and stats.disk_read_bytes > 0
+
+
+LOOP = """
+    import sys
+    from ds_runtime import LLM, SamplingParams
+    from test_disk_tier_llm import PROMPT, SETTINGS
+
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with LLM(sys.argv[1], **SETTINGS, disk_cache=sys.argv[2]) as llm:
+        while True:
+            for n in range(2, 250):
+                llm.generate([n, *PROMPT], params)
+"""
+
+
+@pytest.mark.parametrize("pages", [1, 60, 200])
+def test_an_engine_that_is_killed_leaves_what_another_may_read(tiny, tmp_path, pages):
+    """Whatever it was writing. Two of them share the folder."""
+    folder = tmp_path / "cache"
+    command = [sys.executable, "-c", textwrap.dedent(LOOP), str(tiny), str(folder)]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    both = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) for _ in range(2)]
+    until = time.monotonic() + 90
+    while len(list(folder.glob("*/*.page"))) < pages:
+        assert time.monotonic() < until and all(one.poll() is None for one in both)
+        time.sleep(0.01)
+    for one in both:
+        one.send_signal(signal.SIGKILL)
+        one.wait()
+    with LLM(tiny, **SETTINGS) as llm:
+        cold = [answer(llm, [n, *PROMPT[:120]]) for n in (2, 3, 9)]
+    with LLM(tiny, **SETTINGS, disk_cache=str(folder)) as llm:
+        again = [answer(llm, [n, *PROMPT[:120]]) for n in (2, 3, 9)]
+    for mine, theirs in zip(again, cold, strict=True):
+        assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-4)
+    assert again[0][2]["storage"] == (112 if pages > 20 else again[0][2]["storage"])
 
 
 def test_other_weights_find_nothing(tiny, tmp_path):

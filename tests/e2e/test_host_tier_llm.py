@@ -20,14 +20,14 @@ SETTINGS = {
 GREEDY = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
 
 
-def sessions(count=6, length=100):
+def sessions(length, top):
     draw = random.Random(3)
-    return [[draw.randrange(2, 258) for _ in range(length)] for _ in range(count)]
+    return [[draw.randrange(2, top) for _ in range(length)] for _ in range(6)]
 
 
-def turns(llm, rounds=3):
+def turns(llm, rounds=3, length=100, top=258):
     """Each session in turn, each prompt behind the last answer: (tokens, logprobs), cached."""
-    said, cached, tiers, prompts = [], [], [], sessions()
+    said, cached, tiers, prompts = [], [], [], sessions(length, top)
     for _ in range(rounds):
         for number, prompt in enumerate(prompts):
             (output,) = llm.generate(prompt, GREEDY)
@@ -36,6 +36,17 @@ def turns(llm, rounds=3):
             tiers.append(output.usage.cached_by_tier)
             prompts[number] = [*prompt, *output.token_ids, 7, 8, 9]
     return said, cached, tiers
+
+
+SPARSE = {**SETTINGS, "context_length": 400, "kv_memory": "6MB"}
+
+
+@pytest.fixture(scope="module")
+def plain_sparse():
+    with LLM("demo-v32", **SPARSE) as llm:
+        said, cached, _ = turns(llm, length=300, top=250)
+    assert max(cached) == 0, "the device has no room for what returns"
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +72,24 @@ def test_answers_are_those_without_it(tiny, plain, policy):
         assert mine[1] == pytest.approx(theirs[1], abs=1e-4)
 
 
+@pytest.mark.parametrize("more", [{}, {"enable_dp_attention": True}])
+def test_every_rank_keeps_its_own(tiny, plain, more):
+    settings = {**SETTINGS, **more, "enable_hierarchical_cache": True, "hicache_ratio": 16}
+    with LLM(tiny, **settings, tp=2) as llm:
+        said, cached, tiers = turns(llm)
+    assert [tokens for tokens, _ in said] == [tokens for tokens, _ in plain[0]]
+    assert min(cached[6:]) >= 96
+    assert sum(tier["host"] for tier in tiers) > 600
+
+
+def test_index_keys_of_sparse_attention_come_back(plain_sparse):
+    """Its cache is another group's, and pages of both travel."""
+    with LLM("demo-v32", **SPARSE, enable_hierarchical_cache=True, hicache_ratio=8) as llm:
+        again, cached, tiers = turns(llm, length=300, top=250)
+    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in plain_sparse]
+    assert min(cached[6:]) >= 288 and sum(tier["host"] for tier in tiers) == sum(cached)
+
+
 class Late:
     """Copying that copies nothing before somebody waits for it."""
 
@@ -69,6 +98,10 @@ class Late:
 
     def ended(self, layer):
         return self.done > layer
+
+    def finish(self):
+        self.copy(self.layers)
+        self.done = len(self.layers)
 
     def wait(self, layer):
         self.waits.append(layer)
@@ -92,7 +125,7 @@ def test_a_step_waits_layer_by_layer_for_what_comes(tiny, plain, monkeypatch):
         said, _, _ = turns(llm)
         stats = llm.stats()
     assert [tokens for tokens, _ in said] == [tokens for tokens, _ in plain[0]]
-    loads = queued["load"]
+    loads = [one for one in queued["load"] if one.waits]  # without those that were measured
     assert all(one.done == len(one.layers) for one in (*loads, *queued["save"]))
     assert len(loads) == 12 and all(one.waits[0] + 1 < len(one.layers) for one in loads)
     sizes = [sum(layer.host.numel() for layer in one.layers) for one in loads]

@@ -68,6 +68,20 @@ KNOWN: Mapping[str, str | Spelling] = {
     ),
     "--disaggregation-transfer-backend": nothing(_APART, "one"),
     "--disaggregation-ib-device": nothing(_APART, "one"),
+    # KV beyond the device
+    "--hicache-storage-backend": Spelling(
+        "is --disk-cache DIR here",
+        refused=True,
+        takes="one",
+        values={"none": Spelling(takes="one")},
+    ),
+    "--hicache-storage-prefetch-policy": nothing("a request waits for all its pages", "one"),
+    "--hicache-io-backend": nothing("the platform copies as it can best", "one"),
+    "--hicache-mem-layout": nothing("host memory has one layout here, by layers", "one"),
+    "--kv-offloading-size": refused(
+        "is --enable-hierarchical-cache with --hicache-size N here, in GB of each rank", "one"
+    ),
+    "--kv-offloading-backend": nothing("host memory is the engine's own", "one"),
     # memory
     "--gpu-memory-utilization": Spelling(
         "counts what steps need beside weights and KV cache, too, and is --memory-utilization here",

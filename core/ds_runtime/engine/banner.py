@@ -11,6 +11,7 @@ from ds_runtime.common.progress import amount
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import stored_modules
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.kv.tiers.room import HostRoom
 
 DUMMY = "weights   DUMMY: random numbers made on the device; answers mean nothing"
 
@@ -40,6 +41,7 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"{runner.kv_tokens / runner.context_length:.1f} full ones; at most "
         f"{config.max_running_requests} requests run at once",
         *(f"{'cache':<10}{line}" for line in expanded_said(assembly)),
+        *_tiers(runner),
         *(f"{'copies':<10}{form}" for form in assembly.forms),
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
         *op_lines(assembly),
@@ -47,6 +49,16 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         *(f"{'not used':<10}{name}: {refusal}" for name, refusal in assembly.others),
     ]
     return "\n".join(lines)
+
+
+def _tiers(runner: Runner) -> list[str]:
+    """What lies below the device, and whether it pays."""
+    if runner.below is None:
+        return []
+    room = HostRoom.of(runner.config, runner.memory)
+    lines = [f"host memory for {room.pages} pages, {amount(runner.below.nbytes)}"]
+    lines += runner.pace.said if runner.pace is not None else []
+    return [f"{'tiers':<10}{line}" for line in lines]
 
 
 def _not_captured(runner: Runner) -> list[str]:

@@ -91,6 +91,9 @@ class Engine:
         groups = range(runner.parts.exchange.groups)
         pools = [_pages(config, runner.memory, root) for _ in groups]
         self.disk = _disk(config, runner, pools[0])
+        for pages in pools:
+            if pages.below is not None:
+                pages.below.pace = runner.pace
         self.scheduler = Scheduler(limits, pools)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
@@ -315,6 +318,8 @@ def _disk(config: EngineConfig, runner: Runner, pages: Pages) -> Disk | None:
         return None
     assert pages.below is not None and runner.below is not None
     folder = DiskFolder(Path(config.disk_cache).expanduser(), config.disk_cache_size)
+    if runner.pace is not None:
+        runner.pace = runner.pace.with_disk(folder.seconds(runner.below.page_bytes))
     pages.below.disk = Disk(folder, runner.below)
     return pages.below.disk
 

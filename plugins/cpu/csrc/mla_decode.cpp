@@ -276,14 +276,6 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t st
 
 template <class T, class K, class C>
 void mla_decode_slice(const Call& call, void* buffer) {
-  for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
-    if (call.lens[i] <= 0) {
-      const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
-      T* out = (T*)call.out + first * call.heads * call.lora;
-      std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
-      for (int64_t m = 0; call.lse && m < count * call.heads; ++m)
-        call.lse[first * call.heads + m] = -INFINITY;
-    }
   const Memory<C> memory(buffer, call);
   int64_t at = 0, cost = 0;
   units_of(call, [&](const Unit& u) {
@@ -312,6 +304,8 @@ void mla_decode(const Call& call) {
       const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
       T* out = (T*)call.out + first * call.heads * call.lora;
       std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
+      for (int64_t m = 0; call.lse && m < count * call.heads; ++m)
+        call.lse[first * call.heads + m] = -INFINITY;
     }
   int64_t most = 0;
   slices_of(call, [&](const Call& slice) {

@@ -18,6 +18,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.host import POLICIES
+from ds_runtime.kv.tiers.pace import BringPace
 from examples import examples
 
 NAME = bytes(range(32))
@@ -273,3 +274,31 @@ def test_sessions_go_on_exactly_over_restarts(
         rig.ranks[0].below.check()
     disk.close()
     rig.ranks[0].below.check()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "read", "host", "storage"),
+    [(1, 1, True, True), (1, 9, True, False), (9, 9, False, False)],
+)
+def test_only_what_beats_computing_is_brought(tmp_path, loaded, read, host, storage):
+    known = {}
+    first, disk = engine(tmp_path / "cache", known)
+    asked(first, "a", LONG)
+    disk.close()
+    rig, disk = engine(tmp_path / "cache", known)
+    rig.ranks[0].below.pace = BringPace(computed=5.0, loaded=loaded, read=read)
+    assert asked(rig, "a", LONG) == (36 if storage else 0)
+    for number in range(9):
+        asked(rig, f"other {number}", [number, *range(20, 37)], max_tokens=1)
+    loads = len(rig.plans)
+    assert asked(rig, "again", LONG) == (36 if host else 0)
+    assert any(p.loads for p in rig.plans[loads:]) == host
+    said = rig.ranks[0].below.pace.said
+    assert ["nothing" in line for line in said] == [not host, not storage]
+    disk.close()
+
+
+def test_the_disk_s_speed_is_measured(tmp_path):
+    folder = DiskFolder(tmp_path / "cache", 10**6)
+    one = folder.seconds(1 << 20)
+    assert 0 < one < 10 and not list(folder.folder.glob(".*"))

@@ -14,7 +14,7 @@ from test_scheduler_random import Traffic
 from toy_model import ToyDevice, toy
 
 from ds_runtime.kv.tiers.host import BACK, POLICIES, SELECTIVE, THROUGH
-from ds_runtime.kv.tiers.slots import Slots
+from ds_runtime.kv.tiers.slots import TierSlots
 from examples import examples
 
 LONG = list(range(1, 38))  # 9 pages and a token
@@ -206,7 +206,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots, self.order, self.pinned = Slots(4), [], set()
+        self.slots, self.order, self.pinned = TierSlots(4), [], set()
         self.where: dict[bytes, int] = {}
 
     @rule(number=st.integers(0, 9))

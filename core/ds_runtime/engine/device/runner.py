@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate, copy_states, with_pages
 from ds_runtime.kv.tiers.copies import HostCopies
+from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
@@ -117,6 +119,7 @@ class Runner:
         for cache in self.caches if captures else ():
             cache[-1].zero_()  # the spare page
         self.below: HostCopies | None = None
+        self.pace: BringPace | None = None  # of what lies below the device
         if self.config.enable_hierarchical_cache:
             host, copies = (
                 HostRoom.of(self.config, self.memory),
@@ -309,11 +312,28 @@ class Runner:
                 self._check(result)
         if self.config.enable_torch_compile:
             self._compile()
+        if self.below is not None:
+            self.pace = self._measure(self.below)
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
         shown = self.rank == 0 and not self.programs.late  # else there is nothing to wait for
         self.programs.capture(progress=shown)
+
+    def _measure(self, below: HostCopies) -> BringPace:
+        """What a page takes to compute, and to come back: collective."""
+        config, size = self.config, self.config.page_size
+        most = min(config.chunked_prefill_size, config.max_step_tokens // config.groups)
+        length = max(1, min(most, self.context_length - 1))
+        took = list[float]()
+        for _ in range(2):
+            self.platform.synchronize()
+            begin = time.perf_counter()
+            for _result in self._first_steps(length):
+                pass
+            self.platform.synchronize()
+            took.append(time.perf_counter() - begin)
+        return BringPace(min(took) * size / length, below.seconds(-(-length // size)))
 
     def _compile(self) -> None:
         """Have torch.compile make its functions, for steps of several rows and of one."""

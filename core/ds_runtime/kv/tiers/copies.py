@@ -40,7 +40,7 @@ class Moved:
 
 
 @dataclass(slots=True)
-class _Queued:
+class _Moving:
     """Copies under way. lasts: the last one of each layer; last: of all."""
 
     copying: Copying
@@ -77,8 +77,8 @@ class HostCopies:
         history = [pair for pair in caches.groups if not pair[0].group.per_request]
         self._pages = _held(history, pages, copies)
         self._states = _held(caches.states, states, copies)
-        self._saving: _Queued | None = None  # what the next step waits for
-        self._under_way: list[_Queued] = []
+        self._saving: _Moving | None = None  # what the next step waits for
+        self._under_way: list[_Moving] = []
         self.saved, self.loaded = Moved(), Moved()
 
     @property
@@ -119,6 +119,22 @@ class HostCopies:
             self._caches.arriving.wait()
             self._caches.arriving = None
 
+    def seconds(self, pages: int) -> float:
+        """To load one of so many pages, before there are requests."""
+        pairs = [(page, page) for page in range(min(pages, len(self._pages[0].host)))]
+        layers = [one.blocks(run) for one in self._pages for run in _runs(pairs)]
+        took = list[float]()
+        for _ in range(3):
+            begin = time.perf_counter()
+            self._copies.load(layers).finish()
+            took.append(time.perf_counter() - begin)
+        return min(took) / len(pairs)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page of every layer."""
+        return sum(one.laid.page_bytes for one in self._pages)
+
     def parts(self, kind: str, slot: int) -> list[memoryview]:
         """The memory of a slot for a "page" or a "state", layer by layer."""
         held = self._pages if kind == "page" else self._states
@@ -141,13 +157,13 @@ class HostCopies:
         held: Sequence[_Held],
         pairs: Pairs,
         moved: Moved,
-    ) -> _Queued:
+    ) -> _Moving:
         """Of (block, slot)."""
         begin, runs = time.perf_counter(), _runs(pairs)
         layers = [one.blocks(run) for one in held for run in runs]
         lasts = {one.layer: len(runs) * (n + 1) - 1 for n, one in enumerate(held)}
         size = len(pairs) * sum(one.laid.page_bytes for one in held)
-        queued = _Queued(copy(layers), lasts, len(layers) - 1, moved, size, begin)
+        queued = _Moving(copy(layers), lasts, len(layers) - 1, moved, size, begin)
         if not queued.counted():
             self._under_way.append(queued)
         return queued

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.slots import Slots
+from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
 _READERS = 4
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
 
 
-Wanted = tuple[Slots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
+Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
 
 
 class SlotMemory(Protocol):
@@ -43,18 +44,18 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class _Write:
-    slots: Slots
+class _Writing:
+    slots: TierSlots
     kind: str
     slot: int
     name: bytes
 
 
 @dataclass(slots=True)
-class _Read:
+class _Bringing:
     """keep: takes a slot that is filled."""
 
-    write: _Write
+    write: _Writing
     fetch: Fetch
     keep: Callable[[int], object]
 
@@ -64,9 +65,10 @@ class Disk:
 
     def __init__(self, folder: DiskFolder, memory: SlotMemory) -> None:
         self.folder, self._memory = folder, memory
-        self._noted: list[_Write] = []
-        self._writing: dict[Future[int], _Write] = {}
-        self._reading: dict[Future[bool], _Read] = {}
+        self._noted: list[_Writing] = []
+        self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
+        self._writing: dict[Future[int], _Writing] = {}
+        self._reading: dict[Future[bool], _Bringing] = {}
         self._fetches: list[Fetch] = []
         self._writer = ThreadPoolExecutor(1, "disk cache, writing")
         self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
@@ -78,12 +80,30 @@ class Disk:
         """Whether requests wait for it."""
         return bool(self._fetches)
 
-    def save(self, slots: Slots, kind: str, slot: int, name: bytes) -> None:
-        """A copy to this slot is about to be queued; it goes on to the disk, unless that lags."""
-        on_its_way = len(self._noted) + len(self._writing)
-        if not self.folder.stopped and on_its_way < max(1, slots.count // _LEAST):
+    def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
+        """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
+        goes later, if nobody else has the slot by then."""
+        if self.folder.stopped:
+            return
+        if self._has_room(slots):
             slots.keep(slot)
-            self._noted.append(_Write(slots, kind, slot, name))
+            self._noted.append(_Writing(slots, kind, slot, name))
+        else:
+            self._owed.append(_Writing(slots, kind, slot, name))
+            if len(self._owed) > 2 * slots.count:  # the oldest have no slot any more
+                self._owed.popleft()
+
+    def _has_room(self, slots: TierSlots) -> bool:
+        """Whether one more slot may be on its way to the disk."""
+        return len(self._noted) + len(self._writing) < max(1, slots.count // _LEAST)
+
+    def _catch_up(self) -> None:
+        """What the disk lagged behind with, as far as it still has its slot."""
+        while self._owed and self._has_room(self._owed[0].slots):
+            one = self._owed.popleft()
+            if one.slots.find(one.name) == one.slot:
+                one.slots.keep(one.slot)
+                self._noted.append(one)
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there."""
@@ -99,10 +119,10 @@ class Disk:
         for slots, kind, name, keep in wanted:
             if (slot := slots.reserve()) < 0:
                 break
-            one = _Write(slots, kind, slot, name)
+            one = _Writing(slots, kind, slot, name)
             parts = self._memory.parts(kind, slot)
             future = self._readers.submit(self.folder.read, name, kind, parts)
-            self._reading[future] = _Read(one, made, keep)
+            self._reading[future] = _Bringing(one, made, keep)
             made.left += 1
         made.done = not made.left
         if not made.done:
@@ -125,6 +145,7 @@ class Disk:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
             self.bytes_written += written.result()
+        self._catch_up()
         if self._noted and self._memory.settled(idle):
             for one in self._noted:
                 given = one.name, one.kind, self._memory.parts(one.kind, one.slot)
@@ -138,7 +159,7 @@ class Disk:
             self._told = True
             print(f"warning: --disk-cache {self.folder.stopped}", file=sys.stderr, flush=True)
 
-    def _take(self, read: _Read, whole: bool) -> None:
+    def _take(self, read: _Bringing, whole: bool) -> None:
         one = read.write
         read.fetch.left -= 1
         if not whole:
@@ -152,6 +173,9 @@ class Disk:
     def close(self) -> None:
         """Write what is on its way, and leave."""
         self.poll(idle=True)
+        while self._owed or self._writing:
+            wait(self._writing)
+            self.poll(idle=True)
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
         self.poll()

@@ -19,6 +19,7 @@ from zlib import crc32
 
 from ds_runtime.common.progress import amount
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.tiers.pace import PROBED
 
 VERSION = 1
 _MAGIC = b"ds-kv\n"
@@ -51,6 +52,27 @@ class DiskFolder:
             (folder / "README.txt").write_text(_NOTE)
         except OSError as e:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
+
+    def seconds(self, nbytes: int) -> float:
+        """To read so many bytes that are not in memory, as measured with a file of its own. Raises
+        ConfigError where none can be written."""
+        probe = self.folder / f".{os.getpid()}-probe.tmp"
+        part = memoryview(bytearray(PROBED))
+        try:
+            _write(probe, [part])
+            with probe.open("rb", buffering=0) as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                begin = time.perf_counter()
+                _fill(file.fileno(), [part])
+                _checksum([part])
+                return (time.perf_counter() - begin) * nbytes / PROBED
+        except OSError as e:
+            raise ConfigError(f"--disk-cache {self.folder}: {e.strerror}") from e
+        finally:
+            with suppress(OSError):
+                probe.unlink()
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there, whole or not. kind: "page" or "state"."""

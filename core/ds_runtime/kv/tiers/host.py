@@ -26,7 +26,8 @@ from ds_runtime.kv.keys import Origin, page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
-from ds_runtime.kv.tiers.slots import Slots
+from ds_runtime.kv.tiers.pace import BringPace
+from ds_runtime.kv.tiers.slots import TierSlots
 
 THROUGH, SELECTIVE, BACK = "write_through", "write_through_selective", "write_back"
 POLICIES = (THROUGH, SELECTIVE, BACK)
@@ -83,7 +84,7 @@ class HostTier:
         root: Callable[[Realm], bytes],
         snapshots: Snapshots | None = None,
     ) -> None:
-        self.pages, self.states, self.policy = Slots(pages), Slots(states), policy
+        self.pages, self.states, self.policy = TierSlots(pages), TierSlots(states), policy
         self._root, self._snapshots = root, snapshots
         if snapshots is not None:
             snapshots.below = self
@@ -93,6 +94,7 @@ class HostTier:
         self._hurried = False
         self._states_saved: list[tuple[int, bytes]] = []
         self.disk: Disk | None = None
+        self.pace: BringPace | None = None  # None: nobody has measured, so all is brought
         self.num_saved = self.num_loaded = 0
 
     # ---- the prefix cache's side ----
@@ -108,6 +110,8 @@ class HostTier:
     def behind(self, found: Match, tokens: Sequence[int], size: int) -> Match:
         """A path with the names of what lies here behind it; a token at least is left over."""
         names, name = list[bytes](), found.node.name
+        if self.pace is not None and not self.pace.host_pays:
+            return found
         for start in range(len(found.pages) * size, (len(tokens) - 1) // size * size, size):
             name = page_key(name, tokens[start : start + size])
             if name not in self.pages:
@@ -263,6 +267,8 @@ class HostTier:
             names.append(name)
             has_state = self._snapshots is None or name in self.states or disk.has(name, "state")
             last = len(names) if has_state else last
+        if self.pace is not None and not self.pace.disk_pays:
+            last = 0
         wanted, names = list[Wanted](), names[: min(last, self.pages.count // 2)]
         for name in names:
             if not self.pages.touch(name):

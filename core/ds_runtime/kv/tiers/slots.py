@@ -6,7 +6,7 @@ import heapq
 from collections import Counter, OrderedDict
 
 
-class Slots:
+class TierSlots:
     """Slots 0 … count − 1. The name used least recently leaves first.
 
     A slot that a copy is noted for is pinned: it goes to nobody else before `release`, whether its
@@ -35,6 +35,10 @@ class Slots:
             return False
         self._names.move_to_end(name)
         return True
+
+    def find(self, name: bytes) -> int:
+        """Its slot, −1 if it has none. It does not count as used."""
+        return self._names.get(name, -1)
 
     def pin(self, name: bytes) -> int:
         """The slot of a name that has one."""

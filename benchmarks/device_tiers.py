@@ -1,0 +1,93 @@
+"""What host memory is worth to sessions that return, on the accelerator that is here.
+
+python benchmarks/device_tiers.py CHECKPOINT [--sessions 64] [--held 16] [--tokens 8000]
+    [--more 256] [--out 128] [--set NAME=VALUE ...]
+
+Each session has --tokens random token ids, and the device's cache is to hold about --held of them:
+give its size with --set kv_memory=SIZE. Returning alone: a session
+whose pages are in host memory comes with --more new tokens; the figure is the time to its first
+token, and beside it that of a prompt as long that nobody has seen, each the median of five. In a
+loop: all sessions at once come with --more new tokens and get --out, once with host memory and
+once without; the figure is generated tokens per second of the second turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from device_decode import seconds, value
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime_bench.record import append, environment, load_format
+
+
+def drawn(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, vocab) for _ in range(length)] for _ in range(count)]
+
+
+def alone(llm: LLM, said: list[list[int]], more: int, vocab: int) -> dict[str, float]:
+    """Milliseconds to the first token: of sessions that return, and of others as long."""
+    back, new = list[float](), list[float]()
+    for number, (old, tail) in enumerate(zip(said, drawn(5, more, vocab, 8), strict=False)):
+        (fresh,) = drawn(1, len(old) + more, vocab, 100 + number)
+        back.append(seconds(llm, [old + tail], 1))
+        new.append(seconds(llm, [fresh], 1))
+    ms = {"back_ms": statistics.median(back) * 1e3, "new_ms": statistics.median(new) * 1e3}
+    return {**ms, "share": ms["back_ms"] / ms["new_ms"]}
+
+
+def loop(llm: LLM, said: list[list[int]], more: int, out: int, vocab: int) -> float:
+    """Generated tokens per second of all sessions' second turn."""
+    params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0.0)
+    rate = 0.0
+    for turn in range(2):
+        tails = drawn(len(said), more, vocab, 20 + turn)
+        prompts = [old + tail for old, tail in zip(said, tails, strict=True)]
+        begin = time.perf_counter()
+        found = llm.generate(prompts, params)
+        rate = len(said) * out / (time.perf_counter() - begin)
+        said = [p + list(o.token_ids) for p, o in zip(prompts, found, strict=True)]
+    return rate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="its folder, or one of a config.json alone")
+    for name, default in (("sessions", 64), ("held", 16), ("tokens", 8000), ("more", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=int, default=128)
+    parser.add_argument("--out-file", type=Path, help="add the record to this file")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    args = parser.parse_args()
+    given: dict[str, Any] = {n: value(v) for n, _, v in (s.partition("=") for s in args.set)}
+    given.setdefault("load_format", load_format(args.checkpoint))
+    record: dict[str, Any] = {**vars(args), "checkpoint": args.checkpoint.name, "out_file": ""}
+    for host in (True, False):
+        more = {"enable_hierarchical_cache": host}
+        more |= {"hicache_ratio": 1.5 * args.sessions / args.held} if host else {}
+        with LLM(args.checkpoint, **given, **more) as llm:
+            vocab = llm._alive().assembly.model.vocab_size
+            said = drawn(args.sessions, args.tokens, vocab, 1)
+            for session in said:
+                seconds(llm, [session], 1)
+            if host:
+                record |= alone(llm, said, args.more, vocab)
+            record["host_rate" if host else "plain_rate"] = loop(
+                llm, said, args.more, args.out, vocab
+            )
+    record["gain"] = record["host_rate"] / record["plain_rate"]
+    print(record)
+    if args.out_file is not None:
+        append(args.out_file, {**record, **environment()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
