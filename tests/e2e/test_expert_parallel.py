@@ -28,7 +28,12 @@ LAYOUTS = {
     "ep 4, groups of two": {"tp": 4, "dp": 2, "ep": 4, "enable_dp_attention": True},
     "ep 2, four groups": {"tp": 4, "ep": 2, "enable_dp_attention": True},
 }
-SHORT = ("ep 2", "ep 2, groups", "ep 4, groups of two")
+FUSED = {"fusion": ("shared_experts=on",)}
+LAYOUTS |= {
+    f"{name}, shared ones beside": {**LAYOUTS[name], **FUSED}
+    for name in ("ep 2", "ep 2 of 4", "ep 2, groups", "ep 4, groups of two")
+}
+SHORT = ("ep 2", "ep 2, groups", "ep 4, groups of two", "ep 2, groups, shared ones beside")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,11 @@ def test_mixed_batches_give_what_one_rank_gives(tiny, alone, name):
     with LLM(tiny, **SETTINGS, **layout) as llm:
         same(ask(llm), alone)
         sites = {s.op: s for s, _ in llm._assembly.binding.choices}
-        assert sites["experts"].shape == (8 // layout["ep"], 32 * layout["ep"] // layout["tp"], 64)
+        assert sites["experts"].shape == (
+            8 // layout["ep"] + ("fusion" in layout),
+            32 * layout["ep"] // layout["tp"],
+            64,
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,10 +67,6 @@ def test_mixed_batches_give_what_one_rank_gives(tiny, alone, name):
             "--ep 3: the 8 routed experts of this model do not divide into 3 parts: give a divisor",
         ),
         ({"tp": 2, "ep": -1}, "--ep -1: must be at least 0"),
-        (
-            {"tp": 2, "ep": 2, "fusion": ("shared_experts=on",)},
-            "--fusion shared_experts: with --ep 2 a slot of a shared expert .* leave it out",
-        ),
     ],
 )
 def test_parts_that_cannot_be_are_a_sentence_before_anything_starts(tiny, layout, said):
@@ -125,3 +130,16 @@ def test_a_dead_rank_ends_all(tiny):
         list(stream)
     llm.close()
     assert time.monotonic() - start < 10 and not any(map(psutil.pid_exists, pids))
+
+
+def test_a_token_s_shared_experts_are_in_one_part(tiny):
+    """As --enforce-shared-experts-fusion has it: their slots are as wide as those of routed ones,
+    whatever the number of parts, and captured steps have the bits of steps op by op."""
+    layout = {"tp": 2, "ep": 2, "enable_dp_attention": True, **FUSED}
+    params = SamplingParams(max_tokens=60, logprobs=2, ignore_eos=True)
+    found = []
+    for disable_graph in (True, False):
+        with LLM(tiny, **SETTINGS, **layout, disable_graph=disable_graph) as llm:
+            outputs = llm.generate([[5, 6, 7], [9] * 20, [8]], params)
+            found.append([(o.token_ids, o.logprobs) for o in outputs])
+    assert found[0] == found[1]

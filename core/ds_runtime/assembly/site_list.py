@@ -106,14 +106,9 @@ def apart(config: EngineConfig) -> frozenset[str]:
         if name not in known:
             raise ConfigError(f"--fusion {name}: no such fusion; known: {', '.join(known)}")
     off = frozenset(name for name, on in config.fusions.items() if not on)
-    if (ep := config.expert_parts) == 1:
+    if config.expert_parts == 1 or config.fusions.get(SHARED_EXPERTS):
         return off
-    if config.fusions.get(SHARED_EXPERTS):
-        raise ConfigError(
-            f"--fusion {SHARED_EXPERTS}: with --ep {ep} a slot of a shared expert would be of "
-            "another width than a routed one: leave it out"
-        )
-    return off | {SHARED_EXPERTS}
+    return off | {SHARED_EXPERTS}  # rows of the own sequences are fewer
 
 
 def _phase(config: EngineConfig) -> Verify:

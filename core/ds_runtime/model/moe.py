@@ -66,7 +66,7 @@ class MoeMlp:
         self.router = load.wide(node.router)
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
-        self.slots = load.expert_slots()
+        self.slots = load.expert_slots(node)
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         limit = None if config.hybrid is None else config.hybrid.limit
@@ -110,5 +110,8 @@ class MoeMlp:
         exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
         weights, ids = exchange.enter_choices(*self._chosen(x), order)
-        out = self.experts(exchange.enter(x, order), weights, slots[ids], exchange.adapters(batch))
+        ids, k = slots[ids], self.routing.top_k
+        if self.routing.shared:  # where the first choice of a token is, and nowhere else
+            ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)
+        out = self.experts(exchange.enter(x, order), weights, ids, exchange.adapters(batch))
         return exchange.leave(out, order, x.shape[0], None if shared is None else shared())

@@ -60,9 +60,9 @@ class LayerExperts:
         else:
             piece, pieces = index - len(routed), self.slots
         assert mlp is not None
+        parts = [s._replace(cut=s.cut and s.cut._replace(over="expert")) for s in mlp.parts]
         with self._loader.whole(mlp.parts) if pieces == 1 else nullcontext():
             gate, up, down = (
-                Weight((self._loader.part(stored, self.format, piece, pieces),))
-                for stored in mlp.parts
+                Weight((self._loader.part(stored, self.format, piece, pieces),)) for stored in parts
             )
         return gate, up, down

@@ -342,13 +342,14 @@ class Loader:
             return 0
         return self.bound.facts("experts", moe.layer, EXPERTS).shape[0] - len(moe.experts)
 
-    def expert_slots(self) -> Tensor | None:
-        """[experts] int32: of each routed expert its slot on this rank, −1 where another has it;
+    def expert_slots(self, moe: MoeNode) -> Tensor | None:
+        """[experts + shared slots] int32: of each its slot on this rank, −1 where another has it;
         None where this rank has all."""
-        here = self.shards.experts
+        here, held = self.shards.experts, len(moe.experts)
         if here.size == 1:
             return None
         local = self.placement.local(here.rank)
+        local += range(held, held + self.shared_slots(moe))
         return torch.tensor(local, dtype=torch.int32, device=self.device)
 
     def experts(self, moe: MoeNode) -> ExpertsLayer | AdaptedExperts:

@@ -91,6 +91,7 @@ def _offer(name: str) -> Kernel:
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note="computes nothing",
         contract=op.version,
+        skips_absent=op.absent,
     )
 
 
