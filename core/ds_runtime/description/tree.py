@@ -237,12 +237,13 @@ class CompressedIndexerNode(NamedTuple):
 
 
 class WindowNode(NamedTuple):
-    """Attention over a window and compressed entries. query, norm, up: to queries; latent,
+    """Attention over a window and compressed entries, of `stride` tokens each (0: there are none).
+    query, norm, up: to queries; latent,
     latent_norm: to what is key and value; groups, output: from what heads give, in groups of them.
     """
 
     layer: int
-    ratio: int
+    stride: int
     query: LinearNode
     norm: Stored
     up: LinearNode

@@ -60,7 +60,7 @@ def _attention(a: WindowNode, ranks: Ranks) -> Iterator[Site]:
     yield product_site(a.groups, ranks, "grouped_linear")
     if a.compressor is not None:
         yield from _compressor(layer, a.compressor, ranks)
-        yield Site("cache_write", layer, a.compressor.place, group=ENTRIES[a.ratio])
+        yield Site("cache_write", layer, a.compressor.place, group=ENTRIES[a.stride])
     if a.indexer is not None:
         yield from (Site(op, layer, INDEXER) for op in ("index_encode", "index_select"))
         yield router_site(a.indexer.weights, layer, INDEXER)

@@ -93,7 +93,7 @@ class HybridLayer(LayerMaker):
         assert config.hybrid is not None
         self.hybrid = config.hybrid
         self.at, self.stored = f"layers.{number}.", f"layers.{stored}."
-        self.ratio = self.hybrid.ratios[number]
+        self.stride = self.hybrid.ratios[number]
 
     def product(
         self, place: str, parts: dict[str, tuple[int, int]], cut: Axis | None = None
@@ -127,7 +127,7 @@ class HybridLayer(LayerMaker):
         head, inner = c.v_head, h.groups * h.o_lora
         return WindowNode(
             layer=self.number,
-            ratio=self.ratio,
+            stride=self.stride,
             query=self.product(f"{place}.wq_a", {f"{at}.wq_a": (c.q_lora, c.hidden)}),
             norm=self.norm(f"{at}.q_norm", c.q_lora),
             up=self.product(f"{place}.wq_b", {f"{at}.wq_b": (c.heads * head, c.q_lora)}, HEAD_ROWS),
@@ -138,7 +138,7 @@ class HybridLayer(LayerMaker):
                 f"{place}.wo_a", {f"{at}.wo_a": (inner, c.heads // h.groups * head)}, HEAD_ROWS
             ),
             output=self.product(f"{place}.wo_b", {f"{at}.wo_b": (c.hidden, inner)}, HEAD_COLS),
-            compressor=self.compressor(place, at, head) if self.ratio else None,
+            compressor=self.compressor(place, at, head) if self.stride else None,
             indexer=self.indexer() if c.has_indexer(self.number) else None,
         )
 
@@ -150,7 +150,7 @@ class HybridLayer(LayerMaker):
         return CompressorNode(
             place,
             self.product(f"{place}.rows", {f"{at}.wkv": shape, f"{at}.wgate": shape}),
-            self.numbers(f"{at}.ape", self.ratio, width),
+            self.numbers(f"{at}.ape", self.stride, width),
             self.norm(f"{at}.norm", head),
         )
 

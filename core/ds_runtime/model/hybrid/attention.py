@@ -63,7 +63,7 @@ class EntryIndexer:
     ) -> None:
         assert config.indexing is not None and config.hybrid is not None
         self.ops, self.layer = load.ops(layer, tree.INDEXER), layer
-        self.ratio = config.hybrid.ratios[layer]
+        self.stride = config.hybrid.ratios[layer]
         self.query = load.linear(node.query)
         self.keys = Compressor(config, load, layer, node.compressor, OPEN_INDEX)
         self.keys.group = 0  # these are rounded once they are encoded
@@ -86,9 +86,9 @@ class EntryIndexer:
             step.tables[1],
             self.coded,  # by the Hadamard matrix, which spreads what rounding would lose
             cache,
-            step.closing(self.ratio),
+            step.closing(self.stride),
         )
-        scored = [step.always or part.longest // self.ratio > self.top_k for part in step.parts]
+        scored = [step.always or part.longest // self.stride > self.top_k for part in step.parts]
         weights = scale
         if any(scored):
             weights = self.ops.router_logits(x, self.weights)
@@ -96,13 +96,13 @@ class EntryIndexer:
         return [
             self._best(q, weights, cache, part)
             if wanted
-            else part.every(self.ratio, cache.shape[1], self.top_k)
+            else part.every(self.stride, cache.shape[1], self.top_k)
             for part, wanted in zip(step.parts, scored, strict=True)
         ]
 
     def _best(self, q: Tensor, weights: Tensor, cache: Tensor, part: RowSpan) -> Tensor:
         """[count, top_k] int32."""
-        seen = part.seen(self.ratio)
+        seen = part.seen(self.stride)
         own = part.of(q), part.of(weights), cache, part.page_table, part.owners
         slots = self.ops.index_select(*own, seen.clamp(min=1), self.top_k)
         return slots.masked_fill((seen == 0).unsqueeze(1), -1)  # ops score a token at least
@@ -113,7 +113,7 @@ class WindowAttention:
 
     def __init__(self, config: ModelConfig, load: Loader, node: tree.WindowNode) -> None:
         assert config.hybrid is not None
-        self.layer, self.ratio, self.window = node.layer, node.ratio, config.hybrid.window
+        self.layer, self.stride, self.window = node.layer, node.stride, config.hybrid.window
         self.ops, self.comm = load.ops(node.layer, tree.ATTENTION), load.head_comm
         self.query, self.up = load.linear(node.query), load.linear(node.up)
         self.norm = RmsNormLayer(self.ops, load.vector(node.norm), config.eps)
@@ -127,7 +127,7 @@ class WindowAttention:
         self.compressor: Compressor | None = None
         self.indexer: EntryIndexer | None = None
         if node.compressor is not None:
-            own = OPEN[node.ratio]
+            own = OPEN[node.stride]
             self.compressor = Compressor(config, load, node.layer, node.compressor, own)
         if node.indexer is not None:
             self.indexer = EntryIndexer(config, load, node.layer, node.indexer)
@@ -136,7 +136,7 @@ class WindowAttention:
         """[T, hidden] → [T, hidden]. Every row's latent, and entries that close, are cached."""
         if x.shape[0] == 0:  # other ranks have sequences
             return x
-        table = step.tables[self.ratio > 0]
+        table = step.tables[self.stride > 0]
         at = step.batch.positions, table
         latent = self.norm(self.query(x))
         q = self.up(latent).view(-1, self.heads, self.head)
@@ -163,12 +163,12 @@ class WindowAttention:
         if self.compressor is None:
             none = recent.new_empty(x.shape[0], 0, dtype=torch.int32)
             return recent, [part.of(none) for part in step.parts]
-        cache = step.caches.of(ENTRIES[self.ratio], self.layer)
+        cache = step.caches.of(ENTRIES[self.stride], self.layer)
         made = self.compressor(x, step)
-        self._write(self.compressor.ops, cache, made, step.closing(self.ratio))
+        self._write(self.compressor.ops, cache, made, step.closing(self.stride))
         if self.indexer is not None:
             return cache, self.indexer(x, latent, step)
-        return cache, [step.every(part, self.ratio, cache.shape[1]) for part in step.parts]
+        return cache, [step.every(part, self.stride, cache.shape[1]) for part in step.parts]
 
     def _write(self, ops: Ops, cache: Tensor, rows: Tensor, slots: Tensor) -> None:
         ops.cache_write(cache, rows[:, : self.plain], rows[:, self.plain :], slots)
