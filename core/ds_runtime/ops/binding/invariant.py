@@ -19,7 +19,6 @@ NONE_LEFT = f"install or build what one of them lacks, or {_OUT}"
 # Ops that a flag alone brings.
 _WANTED = {
     "mha_decode": "--disable-mla",
-    "cache_write": "--disable-mla",
     "lora_delta": "--lora and --max-loras",
 }
 
