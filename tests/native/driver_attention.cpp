@@ -74,6 +74,7 @@ void decode(std::vector<Case>& to, const Decode& d) {
                                      starts.data(), 0.2, out.data, count, d.heads,
                                      d.trees.empty() ? nullptr : d.trees.data(), sinks.data,
                                      lse.data);
+                  lse.each([](float& x) { x = x == -INFINITY ? 0.0f : x; });  // who sees nothing
                   results.take(lse, "mla_decode's lse");
                   results.take(out, "mla_decode");
                 }});

@@ -50,6 +50,7 @@ INTERFACES = {
     10: "16edb450ff6bd866",
     11: "15ce354e520dd2bb",
     12: "15ce354e520dd2bb",  # and panel_bytes, which gives a value
+    13: "5ed4965102318d87",
 }
 
 
