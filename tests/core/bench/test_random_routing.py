@@ -20,7 +20,7 @@ def test_as_many_experts_are_hit_as_by_uniform_choice(shape: str, tokens: int) -
     routing = from_hf(raw).routing
     assert routing is not None
     made = {p.name: p for p in plan_tensors(raw) if ".mlp.gate." in p.name}
-    pools = Pools(torch.bfloat16, "bfloat16", 0, 1 << 22)
+    pools = Pools(torch.bfloat16, "bfloat16", 0, 1 << 22, (256, 8))
     torch.manual_seed(tokens)
     hits, layers = [], [name for name in made if name.endswith("weight")][:3]
     for name in layers:

@@ -29,12 +29,13 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.quant import Quant
-from ds_runtime_bench.shapes import config_of
+from ds_runtime_bench.shapes import config_of, own_dtype
 
 SHARD_BYTES = 5_000_000_000
 _MAX_SEED = (1 << 64) - 1  # that torch's generator takes
 _POOL = 1 << 25  # elements
 _FP8_STD = 60.0  # of the stored bytes' values; scales bring it back to _STD
+_FP4_RMS = 2.93  # of the sixteen codes of e2m1
 _STD = 0.02
 # Of routers' biases. The best experts' scores are within 0.03 of each other: with biases as wide as
 # that, some experts would hardly ever be chosen, and steps would read less than real ones.
@@ -58,24 +59,28 @@ class Planned:
 def make_checkpoint(
     out: Path,
     shape: str,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
     """Write config.json, a small tokenizer and random safetensors shards with their index.
 
-    shape: a key of `shapes.SHAPES`; dtype: bfloat16, float16, float32, fp8 or fp8_ue8m0. The same
+    shape: a key of `shapes.SHAPES`; dtype: one of `shapes.DTYPES`, or None for the
+    shape's own. The same
     arguments give the same bytes. Returns `out`. Raises ConfigError before anything is written.
     """
     if not 0 <= seed <= _MAX_SEED:
         raise ConfigError(f"--seed {seed}: must be from 0 to {_MAX_SEED}")
     if shard_bytes < 1:
         raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
+    dtype = dtype or own_dtype(shape)
     raw = make_config(out, shape, dtype)
     plan = list(plan_tensors(raw))
     largest = max(math.prod(p.shape) for p in plan)
-    pools = Pools(_TORCH[raw["torch_dtype"]], dtype, seed, min(_POOL, 2 * largest))
+    experts = raw["n_routed_experts"], raw["num_experts_per_tok"]
+    kept = _TORCH[raw["torch_dtype"]]
+    pools = Pools(kept, dtype, seed, min(_POOL, 2 * largest), experts)
     shards = _shards(plan, shard_bytes)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     total = sum(p.nbytes for p in plan)
@@ -89,9 +94,9 @@ def make_checkpoint(
     return out
 
 
-def make_config(out: Path, shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
+def make_config(out: Path, shape: str, dtype: str | None = None) -> dict[str, Any]:
     """Write all but the weights: config.json, which is returned, and a small tokenizer."""
-    raw = config_of(shape, dtype)
+    raw = config_of(shape, dtype or own_dtype(shape))
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(raw, indent=1))
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
@@ -110,19 +115,32 @@ def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:
     modules = [*stored_modules(config, quant.format_of).values()]
     if config.mtp_layers:  # without the copies of embedding and head, which nobody reads
         modules += by_name(draft_of(config, config.layers, quant.format_of)).values()
+    hybrid = config.hybrid is not None  # whose scales are bytes where they are powers of two
+    powers = hybrid and (config.quantization or {}).get("scale_fmt") == "ue8m0"
     for stored in modules:
-        yield from _components(stored, dtype)
+        yield from _components(stored, dtype, quant, powers)
 
 
-def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
+def _components(
+    stored: Stored, dtype: torch.dtype, quant: Quant, powers: bool
+) -> Iterator[Planned]:
     module, shape, size = stored.module, stored.shape, math.prod(stored.shape)
-    if stored.bare:
+    if stored.kind == "ids":
+        yield Planned(module, "ids", "I64", shape, 8 * size)
+    elif stored.bare:
         yield Planned(module, stored.kind, "F32", shape, 4 * size)
-    elif stored.format == "fp8_block":
-        grid = tuple(-(-n // 128) for n in shape)
-        yield Planned(f"{module}.weight", "fp8", "F8_E4M3", shape, size)
-        name = f"{module}.weight_scale_inv"
-        yield Planned(name, "scale", "F32", grid, 4 * math.prod(grid))
+    elif stored.format in ("fp8_block", "mxfp4"):
+        names = Quant.named(module, quant.encoding_of(stored))
+        rows, cols = shape
+        if stored.format == "mxfp4":  # two codes to a byte
+            grid = (rows, -(-cols // 32))
+            yield Planned(names["weight"], "fp4", "I8", (rows, cols // 2), size // 2)
+            yield Planned(names["scale"], "fp4 power", "F8_E8M0", grid, math.prod(grid))
+            return
+        grid = (-(-rows // 128), -(-cols // 128))
+        yield Planned(names["weight"], "fp8", "F8_E4M3", shape, size)
+        kind, scale, item = ("power", "F8_E8M0", 1) if powers else ("scale", "F32", 4)
+        yield Planned(names["scale"], kind, scale, grid, item * math.prod(grid))
     else:
         kind = stored.kind if stored.kind in ("embedding", "norm") else "weight"
         nbytes = size * dtype.itemsize
@@ -132,8 +150,12 @@ def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
 class Pools:
     """Random bytes per kind of tensor, made once and read from random offsets."""
 
-    def __init__(self, dtype: torch.dtype, format: str, seed: int, elements: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, format: str, seed: int, elements: int, experts: tuple[int, int]
+    ) -> None:
+        """experts: how many there are, and how many a token chooses."""
         self._dtype = dtype
+        self._experts = experts
         self._ue8m0 = format == "fp8_ue8m0"
         self._draw = torch.Generator().manual_seed(seed)
         self._offsets = np.random.default_rng(seed)
@@ -144,7 +166,8 @@ class Pools:
         """The tensor's content in pieces."""
         if planned.kind not in self._pools:
             values = self._make(planned.kind)
-            self._pools[planned.kind] = (values.itemsize, values.view(torch.uint8).numpy())
+            item = values.itemsize * math.prod(values.shape[1:])
+            self._pools[planned.kind] = (item, values.flatten().view(torch.uint8).numpy())
         item, pool = self._pools[planned.kind]
         left = planned.nbytes
         while left:
@@ -154,16 +177,25 @@ class Pools:
             yield piece.data
 
     def _make(self, kind: str) -> torch.Tensor:
-        small = kind in ("norm", "bias", "correction", "scale")
+        small = kind not in ("fp4", "fp8", "weight", "embedding")
         n = min(self._elements, 1 << 16) if small else self._elements
+        if kind == "ids":  # distinct ones in a row, which are never parted
+            count, top_k = self._experts
+            order = torch.rand(min(n, 1 << 12), count, generator=self._draw).argsort(1)
+            return order[:, :top_k].contiguous()
+        if kind == "fp4":
+            return torch.randint(0, 256, (n,), generator=self._draw, dtype=torch.uint8)
         normal = torch.randn(n, generator=self._draw)
         if kind == "fp8":
             return normal.mul_(_FP8_STD).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        if kind in ("power", "fp4 power"):
+            middle = math.log2(_STD / (_FP4_RMS if kind == "fp4 power" else _FP8_STD))
+            return (normal.clamp(-1, 1) / 2 + middle).round().add_(127).to(torch.uint8)
         if kind == "scale":
             spread = torch.exp2(normal.clamp(-1, 1) / 2) * (_STD / _FP8_STD)
             return torch.exp2(spread.log2().round()) if self._ue8m0 else spread
-        if kind in ("bias", "correction"):
-            return normal.mul_(0.05 if kind == "bias" else _CORRECTION)
+        if kind in ("bias", "correction", "numbers"):
+            return normal.mul_(_CORRECTION if kind == "correction" else 0.05)
         if kind == "norm":
             return normal.mul_(0.1).add_(1).to(self._dtype)
         return normal.mul_(1.0 if kind == "embedding" else _STD).to(self._dtype)

@@ -16,7 +16,7 @@ from ds_runtime.config.spelling import add_spellings
 from ds_runtime.errors import ConfigError
 from ds_runtime_bench.cli import bench_ops, bench_serving
 from ds_runtime_bench.cli.show import show
-from ds_runtime_bench.shapes import DTYPES, SHAPES
+from ds_runtime_bench.shapes import DTYPES, SHAPES, own_dtype
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -155,7 +155,7 @@ def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("make-checkpoint", help="write a random checkpoint of a real shape")
     parser.add_argument("out", metavar="DIR", help="folder to write")
     parser.add_argument("--shape", default="tiny-v3", choices=tuple(SHAPES), help="(%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="(bfloat16; DeepSeek-V4's shapes: fp4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     parser.add_argument("--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="(5GB)")
     parser.add_argument(
@@ -291,7 +291,7 @@ def run_make_checkpoint(args: Namespace) -> int:
         raise ConfigError(f"make-checkpoint {out}: cannot be written: {e}") from e
     dummy = " --load-format dummy" if args.config_only else ""
     then = f"ds-runtime bench one-batch --model {out}{dummy}"
-    print(f"{out}: {args.shape} in {args.dtype}; next: {then}")
+    print(f"{out}: {args.shape} in {args.dtype or own_dtype(args.shape)}; next: {then}")
     return 0
 
 
