@@ -1,14 +1,15 @@
 """Ranks that divide attention by heads, by sequences, and by both, beside each other.
 
-python benchmarks/device_ranks.py [--ranks N] [--groups N ...] [--shapes v2-lite v3-slice]
-    [--requests 64 256 512] [--dtype fp8] [--set NAME=VALUE ...] [--out FILE]
+python benchmarks/device_ranks.py [--ranks N] [--groups N ...] [--experts]
+    [--shapes v2-lite v3-slice] [--requests 64 256 512] [--dtype fp8] [--set NAME=VALUE ...]
+    [--out FILE]
 
 Random weights of each shape. Every arm is an engine in a process of its own: `heads` is --tp N,
-`sequences` is --tp N --enable-dp-attention, and `groups G` has --dp G beside it. One JSON line per
-figure: `step_ms`, a decode step by LLM.generate, (t(97 tokens) − t(33)) / 64, `prompt_tokens_per_s`
-with prompts of 256 random tokens, both the median of three, and `ready_s`. It speaks to an engine
-through LLM alone, so it also measures an older tree, PYTHONPATH=TREE/core:TREE/kit/bench; `tree` of
-each line says which that was.
+`sequences` is --tp N --enable-dp-attention, `groups G` has --dp G beside it, and `experts`, asked
+for by --experts, has --ep N. One JSON line per figure: `step_ms`, a decode step by LLM.generate,
+(t(97 tokens) − t(33)) / 64, `prompt_tokens_per_s` with prompts of 256 random tokens, both the
+median of three, and `ready_s`. It speaks to an engine through LLM alone, so it also measures an
+older tree, PYTHONPATH=TREE/core:TREE/kit/bench; `tree` of each line says which that was.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def settings_of(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         found["enable_dp_attention"] = True
     if arm.startswith("groups"):
         found["dp"] = int(arm.split()[1])
+    if arm == "experts":
+        found["ep"] = args.ranks
     for one in args.set:
         name, _, text = one.partition("=")
         try:
@@ -127,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="arms with --dp N")
+    parser.add_argument("--experts", action="store_true", help="an arm with experts by number")
     parser.add_argument("--shapes", nargs="+", default=["v2-lite", "v3-slice"])
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8")
@@ -140,7 +144,8 @@ def main() -> None:
         return
     failed = 0
     for shape in args.shapes:
-        for arm in ("heads", "sequences", *(f"groups {n}" for n in args.groups)):
+        arms = ["heads", "sequences", *(f"groups {n}" for n in args.groups)]
+        for arm in arms + ["experts"] * args.experts:
             command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--arm", arm]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             print(done.stdout, end="", flush=True)

@@ -236,7 +236,7 @@ def support_matrix() -> str:
     plugins = load_plugins(PLUGINS)
     page = SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
     said = ", ".join(" ".join(next(iter(told.items()))) for told in _clients().values())
-    return f"{page.rstrip()}\n\n{SUPPORT_PAGES}\n{SUPPORT_CLIENTS}{said}. |\n"
+    return f"{page.rstrip()}\n\n{SUPPORT_STATES}{SUPPORT_CLIENTS}{said}. |\n"
 
 
 PAGES = {
@@ -247,12 +247,32 @@ PAGES = {
     "`--tp` above 1, DP attention included": "refused, with that reason",
     "a vendor's fabric (`ds_kv_transfer`)": "*unrun*: its contract and conformance cases alone",
 }
-SUPPORT_PAGES = """\
-## Pages from engine to engine
+TIERS = {
+    "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs, *unrun* on other devices",
+    "disk (`--disk-cache`)": "*ran on* CPUs; refused where `--tp` is above 1",
+}
+PARTS = {
+    "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
+    "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
+}
+V4 = {
+    "text, `--tp`, DP attention": "*ran on* CPUs, *unrun* on other devices",
+    "drafts, adapters, `--ep`, `--quantize`, `--batch-invariant`": "refused, with a sentence",
+}
 
-| [handed over](kv-transfer.md) between | state |
-|---|---|
-""" + "".join(f"| {what} | {state} |\n" for what, state in PAGES.items())
+
+def _states(title: str, what: str, rows: Mapping[str, str]) -> str:
+    """A section of the support page."""
+    lines = "".join(f"| {row} | {state} |\n" for row, state in rows.items())
+    return f"## {title}\n\n| {what} | state |\n|---|---|\n{lines}\n"
+
+
+SUPPORT_STATES = (
+    _states("Pages from engine to engine", "[handed over](kv-transfer.md) between", PAGES)
+    + _states("Cached pages below the device", "[tier](operating.md)", TIERS)
+    + _states("Experts by number", "[--ep](many-devices.md)", PARTS)
+    + _states("DeepSeek-V4", "[V4](numerics.md#deepseek-v4)", V4)
+)
 
 
 SUPPORT_CLIENTS = """\
