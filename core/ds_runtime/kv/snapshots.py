@@ -27,7 +27,7 @@ TOKENS = 4096  # of a prompt between two snapshots
 
 
 @dataclass(slots=True, eq=False)
-class Pin:
+class PinnedBlock:
     """Somebody outside reads the block of a node. stands: it is the node's yet. A block that was
     the node's, then another's, and is the node's again, no longer stands."""
 
@@ -63,7 +63,7 @@ class Snapshots:
         self._new: dict[Node, int] = {}  # of both kinds those used last come last
         self._read: dict[Node, int] = {}  # these stay: prompts have gone on from them
         self._copies: list[tuple[int, int]] = []
-        self._pinned: dict[Node, list[Pin]] = {}
+        self._pinned: dict[Node, list[PinnedBlock]] = {}
 
     # ---- the prefix cache's side ----
 
@@ -117,13 +117,13 @@ class Snapshots:
         """Whether somebody outside reads its block."""
         return node in self._pinned
 
-    def pin(self, node: Node) -> Pin:
+    def pin(self, node: Node) -> PinnedBlock:
         """Its block, which no other gets until `unpin`, unless the node loses it."""
-        made = Pin(node, self._use(node))
+        made = PinnedBlock(node, self._use(node))
         self._pinned.setdefault(node, []).append(made)
         return made
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin(self, pin: PinnedBlock) -> None:
         """One reader less."""
         if pin.stands:
             (pins := self._pinned[pin.node]).remove(pin)

@@ -20,7 +20,7 @@ from msgspec import Meta
 from ds_runtime.kv.keys import page_keys
 from ds_runtime.kv.prefix import Node, Realm
 from ds_runtime.kv.rank_pages import Pages
-from ds_runtime.kv.snapshots import Pin
+from ds_runtime.kv.snapshots import PinnedBlock
 from ds_runtime.platform.kv_transfer import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -88,7 +88,7 @@ class Lease:
     number: int
     node: Node
     count: int
-    pin: Pin | None
+    pin: PinnedBlock | None
     seconds: float
     until: float
     reader: str = ""
