@@ -108,7 +108,7 @@ def test_a_server_that_cannot_start_is_gone_with_a_sentence(tiny, flags):
     ],
 )
 def test_plan_says_what_each_rank_holds(tiny, capsys, flags):
-    words = ["plan", "--model", str(tiny), "--platform", "cpu", "--tp", "2"]
+    words = ["plan", "--model", str(tiny), "--device", "h200", "--tp", "2"]
     assert main(words) == 0
     whole = capsys.readouterr().out
     assert main([*words, *flags]) == 0

@@ -263,6 +263,8 @@ def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
     refused = {
         "speculative_algorithm": config.speculative_algorithm is not None,
         "lora": bool(config.lora),
+        "max_loras": bool(config.max_loras),
+        "disable_mla": config.disable_mla,
         "batch_invariant": config.batch_invariant,
         "quantize": config.quantize != "none",
         "ep": config.expert_parts > 1,
@@ -309,7 +311,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
     several = mesh.size > 1
     return Facts(
         device=device,
-        dims=model.dims(mesh.tp, mesh.attn_tp),
+        dims=model.dims(mesh.tp, mesh.attn_tp, mesh.ep),
         dtype=config.dtype,
         kv_dtype=_kv_dtype(config, model),
         index_dtype=_index_dtype(config),

@@ -56,7 +56,7 @@ def saved_bytes(model: ModelConfig, binding: Binding, dtype: str) -> dict[str, f
         if share := beside_of(binding, site, kernel):
             read = size
             if site.op == "experts":
-                slots = site.shape[0] - model.experts
+                slots = site.shape[0] - model.experts // binding.base.ranks.get("ep", 1)
                 chosen = model.routing.top_k if model.routing else 0
                 read *= (chosen + slots) / site.shape[0]
             found[site.op] = found.get(site.op, 0) + (1 - share) * read

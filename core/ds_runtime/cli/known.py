@@ -13,7 +13,9 @@ from ds_runtime.common.address import is_loopback
 from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 
 _BALANCE = "copies of experts that many tokens choose are not built yet: every expert is held once"
-_EVERY_PART = Spelling("is --ep 0 here, as many parts as --tp", {"ep": "0"})
+_EVERY_PART = Spelling(
+    "is --ep 0 here, as many parts as --tp, unless --ep says how many", {"ep": "0"}, weak=True
+)
 _STAGES = "stages of layers are not built yet: --tp divides every layer"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
 _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"

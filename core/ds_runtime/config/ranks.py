@@ -8,7 +8,8 @@ from typing import Protocol
 from ds_runtime.common.address import is_loopback
 from ds_runtime.errors import ConfigError
 
-_HOST, _PORT = re.compile(r"[A-Za-z0-9_.-]+"), re.compile(r"[0-9]{1,5}")
+_LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+_HOST, _PORT = re.compile(rf"{_LABEL}(?:\.{_LABEL})*"), re.compile(r"[0-9]{1,5}")
 
 
 class RankSettings(Protocol):

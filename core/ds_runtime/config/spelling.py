@@ -30,6 +30,7 @@ class Spelling:
     refused: bool = False
     takes: str = "none"
     values: Mapping[str, Spelling] = field(default_factory=dict)
+    weak: bool = False
 
 
 def nothing(says: str, takes: str = "none") -> Spelling:
@@ -68,6 +69,8 @@ class Known(argparse.Action):
         if meant.refused:
             raise ConfigError(f"{flag}: {meant.says}")
         for name, text in meant.sets.items():
+            if meant.weak and name in vars(namespace):
+                continue
             if (action := settable(parser, name)) is not None:
                 words = several if text == GIVEN else [text]
                 try:

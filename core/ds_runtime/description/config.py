@@ -145,7 +145,7 @@ class ModelConfig:
         """Layers that choose the tokens that they attend: these have an index cache."""
         return sum(self.indexing.computes) if self.indexing is not None else 0
 
-    def dims(self, tp: int = 1, attn_tp: int | None = None) -> Dims:
+    def dims(self, tp: int = 1, attn_tp: int | None = None, ep: int = 1) -> Dims:
         """Geometry for Facts; heads and expert widths are those of one rank. attn_tp: ranks
         that divide the heads (default: all).
         """
@@ -168,7 +168,7 @@ class ModelConfig:
                 "qk_rope": self.qk_rope,
                 "v": self.v_head,
                 "intermediate": self.intermediate // tp,
-                "moe_intermediate": self.moe_intermediate // tp,
+                "moe_intermediate": self.moe_intermediate // (tp // ep),
                 "experts": self.experts,
                 "top_k": self.routing.top_k if self.routing else 0,
                 "vocab": self.vocab_size,

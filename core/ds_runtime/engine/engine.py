@@ -42,14 +42,16 @@ from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.host import HostTier, SharedRoots, own_root
+from ds_runtime.kv.tiers.host import HostTier, own_root
 from ds_runtime.kv.tiers.room import HostRoom
+from ds_runtime.kv.tiers.roots import SharedRoots
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 _DISK_WAIT = 0.002  # and for the disk
+_DISK_IDLE = 0.02  # where there is no work at all
 _MASK_WAIT = 0.002  # and for a mask
 
 
@@ -110,6 +112,9 @@ class Engine:
     def prepare(self) -> bool:
         """While there is no work: do a little of what later steps would have to wait for; whether
         there is more of it."""
+        if self.disk is not None and self.disk.lags:
+            self.disk.go_on(_DISK_IDLE)
+            return True
         return self.runner.programs.capture_one()
 
     def submit(self, message: Submit) -> Failed | None:

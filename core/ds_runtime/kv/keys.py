@@ -7,7 +7,7 @@ themselves: what it keeps never meets another origin, but by way of these keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from struct import pack
@@ -49,7 +49,10 @@ class Origin:
         laid, heads = assembly.caches, Mesh.of(config).attn_tp if config.disable_mla else 1
         return Origin(
             weights=" ".join(made),
-            layouts=tuple((one.group.name, one.layout.tag) for one in laid),
+            layouts=tuple(
+                (one.group.name, f"{one.layout.tag} {one.page_bytes} {[*one.group.layers]}")
+                for one in laid
+            ),
             dtypes=tuple(
                 f"{f.dtype} {f.kv_dtype} {f.index_dtype}" for f in (x.facts for x in laid)
             ),
@@ -88,16 +91,3 @@ def _computed(assembly: Assembly) -> Iterator[str]:
     yield from (f"{name} {version}" for name, version in assembly.plan.versions)
     for made in assembly.binding.decisions:
         yield f"{made.op} {made.site.path} {made.kernel} {made.converts} {made.note}"
-
-
-def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
-    """The key of every full page: of the one before it, and of its tokens."""
-    key = root
-    for start in range(0, len(tokens) // page_size * page_size, page_size):
-        key = page_key(key, tokens[start : start + page_size])
-        yield key
-
-
-def page_key(above: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full page of `tokens` behind another one, whose key is `above`."""
-    return sha256(above + pack(f"<{len(tokens)}i", *tokens)).digest()

@@ -92,7 +92,8 @@ class Pages:
             if by is None or by.order > request.order:
                 break
             count += 1
-            if self.snapshots is None or self.snapshots.is_due(by, count * size):
+            kept = self.snapshots
+            if kept is None or (kept.pool.num_pages and kept.is_due(by, count * size)):
                 found = count, by
         return found
 

@@ -173,6 +173,8 @@ class Snapshots:
         at = request.num_computed
         if at % self.page_size or at in (0, request.snapshot_at):
             return
+        if request.max_shared is not None and at > request.max_shared:
+            return  # no page up to there will be in the prefix cache
         if not (request.on_device or self.is_due(request, at)):
             return
         if request.snapshot < 0:

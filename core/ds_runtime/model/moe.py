@@ -82,6 +82,7 @@ class MoeMlp:
         """
         count, adapters = x.shape[0], self.exchange.adapters(batch)
         if self.slots is not None:
+            assert self.table is None, "experts by token are not divided by number"
             return self._by_number(x, batch, self.slots)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))

@@ -37,6 +37,7 @@ from ds_runtime.description.tree import (
     Stored,
     by_name,
 )
+from ds_runtime.errors import CheckpointError
 from ds_runtime.lora.experts import AdaptedExperts
 from ds_runtime.lora.slots import Delta, LoraSlots
 from ds_runtime.model.layers import (
@@ -193,7 +194,13 @@ class Loader:
 
     def ids(self, stored: Stored) -> Tensor:
         """A table of whole numbers: int64."""
-        return self._held(self._read(stored).to(torch.int64))
+        table = self._read(stored).to(torch.int64)
+        if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < self.config.experts:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {stored.module}: names experts that are not there; "
+                f"there are {self.config.experts}: the file is damaged, or of another model"
+            )
+        return self._held(table)
 
     def mix(self, node: MixNode) -> tuple[Tensor, Tensor, Tensor]:
         """How residual streams are read: (fn, base, scale), float32."""

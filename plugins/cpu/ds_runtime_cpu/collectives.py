@@ -62,6 +62,9 @@ class HostCommunicator(TorchCommunicator):
     def gather_rows(self, x: Tensor) -> Tensor:
         return self._recorded("gather_rows", x) if native.records() else super().gather_rows(x)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._recorded("all_to_all", x) if native.records() else super().all_to_all(x)
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         if native.records():
             return self._recorded("reduce_scatter", x)

@@ -78,7 +78,9 @@ def _scaled(facts: Facts) -> str | None:
 def _index(facts: Facts) -> str | None:
     if facts.index_dtype not in (facts.dtype, "float8_e4m3fn"):
         said = f"knows index keys of {facts.dtype} or float8_e4m3fn, not {facts.index_dtype}"
-        return Fixable(said, "pass --index-cache-dtype auto")
+        fp4 = facts.index_dtype.startswith("float4")
+        remedy = "leave --trained-rounding out" if fp4 else "pass --index-cache-dtype auto"
+        return Fixable(said, remedy)
     dim = facts.dims["index_dim"]
     if dim > _MAX_INDEX or dim & (dim - 1):
         return f"rotates index keys of a power of two up to {_MAX_INDEX}, not {dim}"

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.kv.caches import allocate
-from ds_runtime.kv.keys import Origin, page_keys
+from ds_runtime.kv.chain import page_keys
+from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.transfer import host
 from ds_runtime.kv.transfer.host import HostTransfer

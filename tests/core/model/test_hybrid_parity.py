@@ -139,7 +139,8 @@ def test_rounding_as_in_training(tmp_path, seed):
 
     rounded, exact = errors(trained_rounding=True, chunked_prefill_size=50), errors()
     assert rounded[len(rounded) // 2] < 2e-5
-    assert rounded[-1] < 1e-3 < exact[0]
+    # The oracle itself goes as far as 0.6 where weights differ by 1e-6 of themselves.
+    assert rounded[-1] < exact[0] / 20
 
 
 def test_rounding_that_no_training_had_is_refused(tmp_path):

@@ -33,7 +33,7 @@ from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
-from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
+from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate, copy_states, with_pages
 from ds_runtime.kv.tiers.copies import HostCopies
@@ -125,7 +125,13 @@ class Runner:
                 HostRoom.of(self.config, self.memory),
                 self.platform.page_copies(local_rank),
             )
-            self.below = HostCopies(self.caches, host.pages, host.states, copies)
+            try:
+                self.below = HostCopies(self.caches, host.pages, host.states, copies)
+            except (RuntimeError, MemoryError) as e:
+                raise ConfigError(
+                    f"--enable-hierarchical-cache: no host memory for {host.pages} pages and "
+                    f"{host.states} states: lower --hicache-ratio or --hicache-size: {e}"
+                ) from e
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
             assembly, self.parts, world.size, local_rank, captures, self.checking

@@ -54,7 +54,6 @@ def start_runner(
         runner = Runner(assembly, world, spec.local_rank, spec.local_ranks, poison=poison)
     with during("in its first steps"):
         runner.warm_up()
-    garbage.settle()
     return runner
 
 
@@ -91,6 +90,7 @@ def _follow(spec: RankSpec, assembly: Assembly, member: Member) -> None:
     with during("at the start"):
         world = join(spec, assembly, met)
     runner = start_runner(spec, assembly, world)
+    garbage.settle()
     decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
     while data := member.receive():
         message = decoder.decode(data)

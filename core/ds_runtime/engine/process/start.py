@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.common import garbage
 from ds_runtime.common.patience import PARTING
 from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
@@ -71,6 +72,7 @@ def start_engine(
             if world is not None:
                 bounded(world.close, PARTING)
         raise
+    garbage.settle()
     serving(True)
     return engine
 

@@ -49,6 +49,7 @@ class _Moving:
     moved: Moved
     nbytes: int
     begin: float
+    number: int = 0
 
     def layer(self, layer: int) -> None:
         """What is queued from now on runs once this layer is there."""
@@ -79,6 +80,7 @@ class HostCopies:
         self._states = _held(caches.states, states, copies)
         self._saving: _Moving | None = None  # what the next step waits for
         self._under_way: list[_Moving] = []
+        self.queued = 0  # the number of the last copies, which end in their order
         self.saved, self.loaded = Moved(), Moved()
 
     @property
@@ -147,6 +149,11 @@ class HostCopies:
         self.look()
         return not self._under_way
 
+    def ended(self, finish: bool) -> int:
+        """The number of the last copies that have ended, as all before them. finish: all do."""
+        self.settled(finish)
+        return self._under_way[0].number - 1 if self._under_way else self.queued
+
     def look(self) -> None:
         """Count the copies that have ended since."""
         self._under_way = [one for one in self._under_way if not one.counted()]
@@ -164,6 +171,7 @@ class HostCopies:
         lasts = {one.layer: len(runs) * (n + 1) - 1 for n, one in enumerate(held)}
         size = len(pairs) * sum(one.laid.page_bytes for one in held)
         queued = _Moving(copy(layers), lasts, len(layers) - 1, moved, size, begin)
+        self.queued = queued.number = self.queued + 1
         if not queued.counted():
             self._under_way.append(queued)
         return queued

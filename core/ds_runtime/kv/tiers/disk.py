@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.slots import TierSlots
@@ -31,6 +31,9 @@ class SlotMemory(Protocol):
 
     def parts(self, kind: str, slot: int) -> list[memoryview]: ...
     def settled(self, finish: bool) -> bool: ...
+    def ended(self, finish: bool) -> int: ...
+    @property
+    def queued(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +52,16 @@ class _Writing:
     kind: str
     slot: int
     name: bytes
+    after: int = -1  # the last of the copies that it waits for; −1: not queued yet
 
 
 @dataclass(slots=True)
 class _Bringing:
-    """keep: takes a slot that is filled."""
+    """keep: takes a slot that is filled; None: nobody wants it. fetches: all that wait."""
 
     write: _Writing
-    fetch: Fetch
-    keep: Callable[[int], object]
+    fetches: list[Fetch]
+    keep: Callable[[int], object] | None
 
 
 class Disk:
@@ -79,6 +83,17 @@ class Disk:
     def busy(self) -> bool:
         """Whether requests wait for it."""
         return bool(self._fetches)
+
+    @property
+    def lags(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._noted or self._owed or self._writing or self._reading)
+
+    def go_on(self, seconds: float) -> None:
+        """Nothing else is to be done: wait a little for what is on its way."""
+        under_way: list[Future[Any]] = [*self._writing, *self._reading]
+        wait(under_way, seconds, FIRST_COMPLETED)
+        self.poll(idle=True)
 
     def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
         """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
@@ -116,22 +131,36 @@ class Disk:
         if made.done:
             return made
         self._memory.settled(finish=True)  # no copy reads or writes a slot that is free now
+        coming = {(one.write.kind, one.write.name): one for one in self._reading.values()}
         for slots, kind, name, keep in wanted:
+            if (known := coming.get((kind, name))) is not None and known.keep is not None:
+                known.fetches.append(made)
+                made.left += 1
+                continue
             if (slot := slots.reserve()) < 0:
                 break
             one = _Writing(slots, kind, slot, name)
             parts = self._memory.parts(kind, slot)
             future = self._readers.submit(self.folder.read, name, kind, parts)
-            self._reading[future] = _Bringing(one, made, keep)
+            self._reading[future] = _Bringing(one, [made], keep)
             made.left += 1
         made.done = not made.left
         if not made.done:
             self._fetches.append(made)
         return made
 
-    def forget(self, name: bytes) -> None:
-        """Delete what is there under this name."""
-        for kind in ("page", "state"):
+    def forget(self, name: bytes, *kinds: str) -> None:
+        """Delete what is there under this name, or on its way there or back."""
+        gone = [one for one in self._noted if one.name == name and one.kind in kinds]
+        self._noted = [one for one in self._noted if one.name != name or one.kind not in kinds]
+        for one in gone:
+            one.slots.let(one.slot)
+        owed = [one for one in self._owed if one.name != name or one.kind not in kinds]
+        self._owed = deque(owed)
+        for read in self._reading.values():
+            if read.write.name == name and read.write.kind in kinds:
+                read.keep = None
+        for kind in kinds:
             self._writer.submit(self.folder.forget, name, kind)
 
     def poll(self, idle: bool = False, seconds: float = 0.0) -> None:
@@ -140,17 +169,21 @@ class Disk:
         if self._reading and seconds:
             wait(self._reading, seconds, FIRST_COMPLETED)
         for read in [one for one in self._reading if one.done()]:
-            self._take(self._reading.pop(read), read.result())
+            self._take(self._reading.pop(read), not read.cancelled() and read.result())
         for written in [one for one in self._writing if one.done()]:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
             self.bytes_written += written.result()
         self._catch_up()
-        if self._noted and self._memory.settled(idle):
+        if self._noted:
             for one in self._noted:
+                one.after = self._memory.queued if one.after < 0 else one.after
+            ended = self._memory.ended(idle)
+            due = [one for one in self._noted if one.after <= ended]
+            for one in due:
                 given = one.name, one.kind, self._memory.parts(one.kind, one.slot)
                 self._writing[self._writer.submit(self.folder.write, *given)] = one
-            self._noted = []
+            self._noted = self._noted[len(due) :]  # later ones wait for later copies
         now = time.monotonic()
         for fetch in self._fetches:
             fetch.done = not fetch.left or now > fetch.until
@@ -161,14 +194,16 @@ class Disk:
 
     def _take(self, read: _Bringing, whole: bool) -> None:
         one = read.write
-        read.fetch.left -= 1
-        if not whole:
+        for fetch in read.fetches:
+            fetch.left -= 1
+        if not whole or read.keep is None:
             return one.slots.give(one.slot)
         self.bytes_read += sum(part.nbytes for part in self._memory.parts(one.kind, one.slot))
         read.keep(one.slot)
         if one.kind == "page":
             self.num_read += 1
-            read.fetch.come.append(one.name)
+            for fetch in read.fetches:
+                fetch.come.append(one.name)
 
     def close(self) -> None:
         """Write what is on its way, and leave."""

@@ -8,11 +8,14 @@ the disk: what is lost is computed again.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
@@ -27,6 +30,10 @@ _HEAD = Struct("<6sHI32sQ")  # magic, version, checksum of the bytes, name, how 
 _TORN = 3600.0  # seconds after which nobody still writes a file under its first name
 _SCAN = 30.0  # seconds that a count of the folder is trusted, beside what was written here
 _LEFT = 0.9  # of the size, once the oldest have left
+_FOLDER = re.compile("[0-9a-f]{2}")
+_TEMPORARY = re.compile(r"\.[\w-]+\.tmp")
+_OURS = re.compile(r"[0-9a-f]{62}\.(page|state)|" + _TEMPORARY.pattern)  # others' files stay
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTE = """These files hold what users wrote and were answered, as a language model remembers it.
 Whoever reads them can find out much of it. They may be deleted at any time.
 """
@@ -39,7 +46,6 @@ class DiskFolder:
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
         self.stopped = ""  # why nothing is written any more
-        self._count = count()
         self._held, self._scanned = 0, -_SCAN
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,14 +55,15 @@ class DiskFolder:
                     f"--disk-cache {folder}: others may enter it, and what users wrote will lie "
                     "there: make it your own with mode 0700"
                 )
-            (folder / "README.txt").write_text(_NOTE)
+            with suppress(OSError):  # a full disk can still be read
+                (folder / "README.txt").write_text(_NOTE)
         except OSError as e:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
 
     def seconds(self, nbytes: int) -> float:
         """To read so many bytes that are not in memory, as measured with a file of its own. Raises
         ConfigError where none can be written."""
-        probe = self.folder / f".{os.getpid()}-probe.tmp"
+        probe = self.folder / _temporary()
         part = memoryview(bytearray(PROBED))
         try:
             _write(probe, [part])
@@ -69,14 +76,17 @@ class DiskFolder:
                 _checksum([part])
                 return (time.perf_counter() - begin) * nbytes / PROBED
         except OSError as e:
-            raise ConfigError(f"--disk-cache {self.folder}: {e.strerror}") from e
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise ConfigError(f"--disk-cache {self.folder}: {e.strerror}") from e
+            self.stopped = f"{self.folder}: {e.strerror}: no more pages are written there"
+            return 0.0  # nobody knows
         finally:
             with suppress(OSError):
                 probe.unlink()
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there, whole or not. kind: "page" or "state"."""
-        return self._path(name, kind).exists()
+        return _is_plain(self._path(name, kind))
 
     def write(self, name: bytes, kind: str, parts: Sequence[memoryview]) -> int:
         """The bytes that were written: none where the file is there already, or writing has
@@ -84,7 +94,7 @@ class DiskFolder:
         path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
         if self.stopped or self._used(path):
             return 0
-        temporary = path.with_name(f".{os.getpid()}-{next(self._count)}.tmp")
+        temporary = path.with_name(_temporary())
         try:
             self._make_room(_HEAD.size + nbytes)
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +115,7 @@ class DiskFolder:
         path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
         head = bytearray(_HEAD.size)
         try:
-            with path.open("rb", buffering=0) as file:
+            with open(os.open(path, _READ), "rb", buffering=0) as file:
                 right = os.fstat(file.fileno()).st_size == len(head) + nbytes
                 right = right and _fill(file.fileno(), [memoryview(head), *parts])
         except OSError:
@@ -128,6 +138,8 @@ class DiskFolder:
     def _used(path: Path) -> bool:
         """Whether it is there; it is among the last to leave then."""
         try:
+            if not _is_plain(path):
+                return False
             os.utime(path)
         except OSError:
             return False
@@ -135,8 +147,12 @@ class DiskFolder:
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
         for outer in os.scandir(self.folder):
-            if outer.is_dir(follow_symlinks=False):
-                yield from os.scandir(outer)
+            if _TEMPORARY.fullmatch(outer.name) and outer.is_file(follow_symlinks=False):
+                yield outer
+            elif _FOLDER.fullmatch(outer.name) and outer.is_dir(follow_symlinks=False):
+                for entry in os.scandir(outer):
+                    if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        yield entry
 
     def _make_room(self, nbytes: int) -> None:
         """Delete the files used least recently where these bytes would be too many."""
@@ -158,6 +174,18 @@ class DiskFolder:
             self._held -= size
         if self._held + nbytes > self.size:
             raise OSError(0, f"a page does not fit into --disk-cache-size {amount(self.size)}")
+
+
+def _temporary() -> str:
+    """Nobody else's: process ids are alike in containers."""
+    return f".{secrets.token_hex(16)}.tmp"
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
 
 
 def _checksum(parts: Sequence[memoryview]) -> int:

@@ -1,6 +1,6 @@
 """What of one group's pages and states lies in host memory, found by names of pages.
 
-A page's name is the end of a sha256 chain over the tokens of all pages up to it (`kv.keys`), so no
+A page's name is the end of a sha256 chain over the tokens of all pages up to it (`kv.chain`), so no
 second tree is needed: a prompt that has left the device's tree behind goes on by names alone. A
 path lies on the device first, then on the host. Which pages are on both is the write policy's to
 say.
@@ -13,16 +13,11 @@ hands as soon as the plan is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import NamedTuple
 
-from ds_runtime.checkpoint.files import Stamps
-from ds_runtime.errors import CheckpointError
-from ds_runtime.kv.digest import weights_digest
-from ds_runtime.kv.keys import Origin, page_key
+from ds_runtime.kv.chain import page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
@@ -36,26 +31,6 @@ POLICIES = (THROUGH, SELECTIVE, BACK)
 def own_root(realm: Realm) -> bytes:
     """The name in front of all pages of a realm, which nobody outside this process reads."""
     return sha256(f"{realm.weights} {realm.salt}".encode()).digest()
-
-
-class SharedRoots:
-    """The names in front of all pages of a realm, alike in every engine whose pages mean the same.
-    origin: of the model's own; files: the folder of an adapter, and its stamps, by its key."""
-
-    def __init__(self, origin: Origin, files: Callable[[int], tuple[Path, Stamps] | None]) -> None:
-        self._origin, self._files = origin, files
-
-    def __call__(self, realm: Realm) -> bytes:
-        """Of an adapter that is gone, or whose files are others now, one that nobody else has."""
-        adapter = ""
-        if realm.weights:
-            if (files := self._files(realm.weights)) is None:
-                return own_root(realm)
-            try:
-                adapter = weights_digest(*files)
-            except CheckpointError:
-                return own_root(realm)
-        return replace(self._origin, adapter=adapter, salt=realm.salt).root()
 
 
 class Noted(NamedTuple):
@@ -154,12 +129,18 @@ class HostTier:
         """
         for node in known:
             self.states.drop(node.name)
+            self._unsave(node.name, "state")
         for node in others:
             self._drop(node.name)
-            if self.disk is not None and node.name:
-                self.disk.forget(node.name)
+            self._unsave(node.name, "page", "state")
             self.cancel([node.page])
         self._drop_loose()
+
+    def _unsave(self, name: bytes, *kinds: str) -> None:
+        """Nothing of it goes to the disk, or stays there."""
+        self._states_saved = [one for one in self._states_saved if one[1] != name]
+        if self.disk is not None and name:
+            self.disk.forget(name, *kinds)
 
     def cancel(self, pages: Iterable[int]) -> None:
         """Somebody else writes to these before the next step: they are not saved."""
@@ -259,17 +240,18 @@ class HostTier:
         disk = self.disk
         assert disk is not None
         names, last = list[bytes](), 0
-        above = name = known.behind[-1] if known.behind else known.node.name
+        name = known.behind[-1] if known.behind else known.node.name
+        above = name if known.num_pages else b""
+        pays = self.pace is None or self.pace.disk_pays
+        most = self.pages.count // 2 if pays else 0
         for start in range(known.num_pages * size, (len(tokens) - 1) // size * size, size):
             name = page_key(name, tokens[start : start + size])
-            if name not in self.pages and not disk.has(name, "page"):
+            if len(names) == most or (name not in self.pages and not disk.has(name, "page")):
                 break
             names.append(name)
             has_state = self._snapshots is None or name in self.states or disk.has(name, "state")
             last = len(names) if has_state else last
-        if self.pace is not None and not self.pace.disk_pays:
-            last = 0
-        wanted, names = list[Wanted](), names[: min(last, self.pages.count // 2)]
+        wanted, names = list[Wanted](), names[:last]
         for name in names:
             if not self.pages.touch(name):
                 wanted.append((self.pages, "page", name, partial(self._come, name, above)))

@@ -18,7 +18,7 @@ from itertools import islice
 
 import msgspec
 
-from ds_runtime.kv.keys import page_keys
+from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.transfer.asked import PagesPulled

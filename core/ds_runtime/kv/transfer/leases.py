@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ds_runtime.kv.keys import page_keys
+from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.prefix import Node, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import PinnedBlock

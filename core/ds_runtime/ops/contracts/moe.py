@@ -306,14 +306,16 @@ def experts_work(s: Sizes, tokens: int) -> OpWork:
     """Of as many experts as even routing reaches."""
     (_, inter, hidden), (shared, top_k) = s.facts.shape, _slots(s)
     routed, dtype = s.facts.dims["experts"], s.facts.dtype
-    reached = distinct_experts(routed, s.facts.dims["top_k"], tokens) + (shared if tokens else 0)
+    parts = s.facts.ranks.get("ep", 1)  # of the routed experts, one of which is here
+    reached = distinct_experts(routed, s.facts.dims["top_k"], tokens) / parts
+    reached += shared if tokens else 0
     up, down = (inter, hidden), (hidden, inter)
     one = 2 * matrix_bytes(*up, s.held, dtype) + matrix_bytes(*down, s.held, dtype)
     return OpWork(
         reached * one,
         tokens * hidden * s.item + tokens * top_k * 8,
         tokens * hidden * s.item,
-        6.0 * tokens * top_k * inter * hidden,
+        6.0 * tokens * top_k / parts * inter * hidden,
     )
 
 

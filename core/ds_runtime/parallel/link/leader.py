@@ -60,7 +60,7 @@ class Leader:
             self._end.socket.bind(self.address)
         except BaseException as e:
             self._end.close()
-            if not isinstance(e, zmq.ZMQError | OSError):
+            if not isinstance(e, zmq.ZMQError | OSError | UnicodeError):
                 raise
             raise ConfigError(
                 f"--dist-init-addr {address.removeprefix('tcp://')}: cannot be had on this node: "
