@@ -357,6 +357,7 @@ TREE = {
         ("v32", {"dtype": "float32", "tp": 2, "ep": 2, "enable_dp_attention": True}),
         ("demo", {**TREE, "tp": 2, "ep": 2, "enable_dp_attention": True}),
         ("demo", {"speculative_algorithm": "NEXTN", "tp": 2, "batch_invariant": True}),
+        ("demo", {"tp": 2, "ep": 2, "enable_dp_attention": True, "batch_invariant": True}),
     ],
 )
 def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, settings):
