@@ -192,13 +192,38 @@ def test_what_is_refused(args, said):
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize("flag", ["--enable-ep-moe", "--enable-expert-parallel"])
+def test_how_many_parts_of_the_experts(flag, tmp_path):
+    """As many as --tp, unless a number is said, in front of the flag or behind it."""
+    for number in ("--ep", "--ep-size", "--expert-parallel-size"):
+        for words in ((flag, number, "2"), (number, "2", flag), (f"{number}=2", flag, flag)):
+            engine, _, notes = parsed("--tp", "4", *words)
+            assert engine.expert_parts == Mesh.of(engine).ep == 2, words
+            assert any("unless --ep says how many" in note for note in notes)
+    assert parsed("--tp", "4", "--ep", "1", flag)[0].expert_parts == 1
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{flag[2:]}: true\n")
+    for words in ((flag,), ("--config", str(file)), ("--config", str(file), flag)):
+        assert parsed("--tp", "4", *words)[0].expert_parts == 4
+    for words in (("--config", str(file), "--ep", "2"), ("--ep", "2", "--config", str(file))):
+        assert parsed("--tp", "4", *words)[0].expert_parts == 2
+
+
 @given(at=st.text(alphabet="ab1:[]. \t/@%\u0663-", max_size=12))
+@example(at="a..b:5000")
+@example(at=".a:5000")
+@example(at="a.:5000")
+@example(at="127.0.0.1.:5000")
+@example(at="-a:5000")
+@example(at="a.-b:5000")
+@example(at=f"{'a' * 63}.b:5000")
+@example(at=f"b.{'a' * 64}:5000")
 @example(at="[::1]:5000")
 @example(at="::1:5000")
 @example(at="a b:5000")
 @example(at="h:\u0663")
 @example(at="tcp://h:5000")
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60), deadline=None)
 def test_ranks_meet_at_a_name_or_an_ipv4_number(at):
     """Nothing else comes as far as the socket that listens there, or torch."""
     words = [
@@ -213,7 +238,9 @@ def test_ranks_meet_at_a_name_or_an_ipv4_number(at):
     ]
     host, _, port = at.rpartition(":")
     fits = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65535
-    if fits and host and not {*host} - {*"ab1.-"}:
+    labels = host.split(".")
+    named = all(0 < len(one) < 64 and one[0] != "-" and not {*one} - {*"ab1-"} for one in labels)
+    if fits and named:
         parsed(*words, "--dist-token-file", "x")
     else:
         with pytest.raises(ConfigError, match="by name or IPv4 number, as ranks do not meet by"):

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.description.hf import load_config
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.platform.page_copies import TorchPageCopies
+from ds_runtime_kit.models.adapters import write_adapter
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1, "enable_hierarchical_cache": True}
 GREEDY = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
@@ -94,3 +103,97 @@ def test_what_cannot_be(tiny, tmp_path):
         LLM(tiny, platform="cpu", disk_cache=str(tmp_path))
     with pytest.raises(ConfigError, match="--tp 2"):
         LLM(tiny, **SETTINGS, tp=2, disk_cache=str(tmp_path))
+
+
+def test_an_adapter_that_is_gone_leaves_its_pages_to_nobody(tiny, tmp_path):
+    """Two of them lay in one folder, one after the other, and no longer do."""
+    place, said = tmp_path / "adapter", []
+    given = {**SETTINGS, "disk_cache": str(tmp_path / "cache"), "max_loras": 1, "max_lora_rank": 8}
+    for seed in (1, 2):
+        write_adapter(place, load_config(tiny), lambda m: "self_attn" in m, seed=seed)
+        with LLM(tiny, **given) as llm:
+            llm.load_lora_adapter("x", str(place))
+            shutil.rmtree(place)
+            said.append(answer(llm, lora="x"))
+    assert [sum(cached.values()) for _, _, cached in said] == [0, 0]
+    assert said[0][1] != said[1][1]
+
+
+def test_an_idle_engine_writes_to_the_end(tiny, tmp_path, monkeypatch):
+    """More than may be on its way at a time; nobody asks for anything meanwhile."""
+    cache, write = tmp_path / "cache", DiskFolder.write
+
+    def slow(*args):
+        time.sleep(0.1)
+        return write(*args)
+
+    monkeypatch.setattr(DiskFolder, "write", slow)
+    with LLM(tiny, **SETTINGS, kv_memory="300KB", hicache_ratio=1, disk_cache=str(cache)) as llm:
+        answer(llm)
+        engine = llm._alive()
+        assert engine.disk.lags and len(list(cache.glob("*/*.page"))) < 8
+        until = time.monotonic() + 30
+        while engine.prepare() and time.monotonic() < until:
+            pass
+        assert not engine.disk.lags and len(list(cache.glob("*/*.page"))) >= 8
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.5])
+def test_equal_prompts_read_each_file_once(tiny, tmp_path, ratio):
+    """They come together, after a restart; also where host memory has no room for a whole one."""
+    given = {**SETTINGS, "kv_memory": "300KB", "disk_cache": str(tmp_path / "cache")}
+    with LLM(tiny, **given) as llm:
+        answer(llm)
+    read = list[int]()
+    for count in (1, 12):
+        with LLM(tiny, **given, hicache_ratio=ratio) as llm:
+            outputs = llm.generate([PROMPT] * count, GREEDY)
+            read.append(llm.stats().disk_read_bytes)
+        assert all(sum(o.usage.cached_by_tier.values()) > 0 for o in outputs)
+    assert 0 < read[0] == read[1]
+
+
+def test_a_disk_that_is_full_at_the_start_is_a_line(tiny, tmp_path, monkeypatch, capfd):
+    def full(path, parts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ds_runtime.kv.tiers.folder._write", full)
+    with LLM(tiny, **SETTINGS, disk_cache=str(tmp_path / "cache")) as llm:
+        assert len(answer(llm)[0]) == 6
+    lines = [line for line in capfd.readouterr().err.splitlines() if "No space left" in line]
+    assert len(lines) == 1 and lines[0].startswith("warning: --disk-cache")
+
+
+def test_a_start_that_fails_late_leaves_the_process_as_it_was(tiny, monkeypatch):
+    """The model is loaded by then: its memory can be had again."""
+    made, start = weakref.WeakSet(), Runner.__init__
+
+    def seen(self, *args, **more):
+        made.add(self)
+        start(self, *args, **more)
+
+    monkeypatch.setattr(Runner, "__init__", seen)
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(ConfigError, match="--disk-cache /proc/nope"):
+        LLM(tiny, **SETTINGS, disk_cache="/proc/nope")
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    gc.collect()
+    assert len(made) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_no_host_memory_names_the_flags(tiny, monkeypatch, error):
+    """Whatever it is that a device's runtime says then."""
+
+    def none(self, blocks, size):
+        raise error("there is none")
+
+    monkeypatch.setattr(TorchPageCopies, "buffer", none)
+    said = "--enable-hierarchical-cache.*--hicache-ratio or --hicache-size.*there is none"
+    with pytest.raises(ConfigError, match=said):
+        LLM(tiny, **SETTINGS)
+
+
+def test_more_host_memory_than_can_be_is_refused(tiny):
+    with pytest.raises(ConfigError, match="--hicache-size"):
+        LLM(tiny, **SETTINGS, hicache_size=10**6)

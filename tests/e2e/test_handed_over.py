@@ -285,7 +285,32 @@ def test_the_origin_of_an_engine_says_all_that_its_pages_depend_on(tiny, tmp_pat
         replace(own, adapter="a"),
     ]
     assert len({one.root() for one in (own, *others)}) == len(others) + 1
-    assert own.layouts == (("kv", "latent_pages.v1"),) and own.shard == (0, 1)
+    model = load_config(tiny)
+    page = 16 * (model.kv_lora + model.qk_rope) * 4
+    assert own.layouts == (("kv", f"latent_pages.v1 {page} [0, 1, 2]"),) and own.shard == (0, 1)
+
+
+def test_caches_with_other_pages_have_another_origin(tiny, monkeypatch):
+    """Layouts with one tag, whose pages are of other sizes, or of other layers."""
+    settings = {**SETTINGS, "platform": "cpu", "dtype": "float32"}
+    made = assemble(EngineConfig(model=str(tiny), **settings), settings)
+    (own,) = made.caches
+    width = own.layout.bytes_per_token(own.facts)
+    caches = [
+        (own,),
+        *(
+            (replace(own, layout=replace(own.layout, bytes_per_token=lambda _, n=n: n)),)
+            for n in (width - 4, width + 4, 2 * width)
+        ),
+        (replace(own, group=replace(own.group, layers=own.group.layers[:-1])),),
+        (replace(own, group=replace(own.group, layers=(*own.group.layers[:-1], 7))),),
+        (own, replace(own, group=replace(own.group, name="another"))),
+    ]
+    roots = set()
+    for some in caches:
+        monkeypatch.setattr(type(made), "caches", property(lambda _, some=some: some))
+        roots.add(Origin.of(made).root())
+    assert len(roots) == len(caches)
 
 
 def test_rows_with_bits_of_their_own_have_an_origin_of_their_own(tiny, monkeypatch):

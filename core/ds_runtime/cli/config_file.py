@@ -34,7 +34,8 @@ class FromFile:
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """What the command line says, and `--config FILE` where that says nothing."""
     said: FromFile | None = getattr(namespace, "config", None)
-    return {**(said.values if said else {}), **vars(namespace)}
+    weak = getattr(namespace, "weak", {})
+    return {**weak, **(said.values if said else {}), **vars(namespace)}
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +102,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
             if isinstance(action, Known):
                 own = vars(action.read(parser, value))
                 notes += own.pop("notes", ())
+                own |= own.pop("weak", {})
             else:
                 own = {action.dest: _value(action, value)}
         except (argparse.ArgumentTypeError, ValueError) as e:

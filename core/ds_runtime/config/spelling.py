@@ -22,7 +22,8 @@ GIVEN = "{given}"  # in `sets`: the value that was given
 class Spelling:
     """One flag. says: a sentence behind the flag's name. sets: fields by name and the text of their
     values, or `GIVEN`. refused: the start ends with the sentence. takes: how many values, "none",
-    "one" or "many". values: what single values mean, where that differs.
+    "one" or "many". values: what single values mean, where that differs. weak: what it sets yields
+    to what is said of the field itself, on the command line or in a file.
     """
 
     says: str = ""
@@ -69,14 +70,15 @@ class Known(argparse.Action):
         if meant.refused:
             raise ConfigError(f"{flag}: {meant.says}")
         for name, text in meant.sets.items():
-            if meant.weak and name in vars(namespace):
-                continue
             if (action := settable(parser, name)) is not None:
                 words = several if text == GIVEN else [text]
+                target = argparse.Namespace() if meant.weak else namespace
                 try:
-                    _set(parser, namespace, action, words)
+                    _set(parser, target, action, words)
                 except argparse.ArgumentError as e:
                     raise argparse.ArgumentError(self, e.message) from None
+                if meant.weak:
+                    namespace.weak = {**getattr(namespace, "weak", {}), **vars(target)}
         if meant.says:
             namespace.notes = [*getattr(namespace, "notes", ()), f"{flag}: {meant.says}"]
 

@@ -214,6 +214,26 @@ def test_a_step_reads_every_weight_of_the_checkpoint_once():
     assert sum(w.weights for w in found.values()) + routers == pytest.approx(linears, rel=1e-9)
 
 
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 500])
+def test_parts_of_the_experts_read_and_compute_what_shares_of_all_do(tokens, shared):
+    """On average: an eighth of the experts, each eight times as wide. Slots of shared experts are
+    in every part, and a token's in one of them."""
+    dims = Dims({"experts": 64, "top_k": 6})
+    of = OPS["experts"].cost.calls["apply"][1]
+
+    def found(ep):
+        facts = Facts(DEVICE, dims, "bfloat16", "bfloat16", ranks=Dims({"tp": 8, "ep": ep}))
+        shape = (64 // ep + shared, 16 * ep, 32)
+        return of(Sizes(facts=replace(facts, shape=shape)), tokens)
+
+    whole = found(1)
+    for ep in (2, 4, 8):
+        part, more = found(ep), (ep - 1) * shared * 3 * 16 * 32 * 2
+        assert part.weights == pytest.approx(whole.weights + (more if tokens else 0))
+        assert part.flops == pytest.approx(whole.flops)
+
+
 def test_the_cache_counts_with_the_context():
     config = from_hf(config_of("lite-8", "bfloat16"))
     facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="float8_e4m3fn")

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_model import ToyDevice, toy
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime.kv.chain import page_keys
+from ds_runtime.kv.keys import Origin
+from ds_runtime.kv.prefix import OWN, Realm
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.host import POLICIES
+from ds_runtime.kv.tiers.host import POLICIES, own_root
 from ds_runtime.kv.tiers.pace import BringPace
+from ds_runtime.kv.tiers.roots import SharedRoots
+from ds_runtime.kv.tiers.slots import TierSlots
+from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
 NAME = bytes(range(32))
@@ -126,6 +136,166 @@ def test_what_a_process_left_goes_in_time(tmp_path):
     assert not old.exists() and new.exists()
 
 
+OTHERS = st.text("0123456789abcdef.-tmpgex", min_size=1, max_size=70).filter(
+    lambda name: name.strip(".") and not name.endswith(".tmp")
+)
+KINDS = st.sampled_from(["file", "folder", "link", "fifo", "link to a folder"])
+
+
+@given(others=st.lists(st.tuples(st.sampled_from(["", "00", "thesis"]), OTHERS, KINDS), max_size=6))
+@example(others=[("", "ab", "link to a folder")])
+@settings(max_examples=examples(80), deadline=None)
+def test_what_is_not_its_own_stays_and_does_not_count(tmp_path_factory, others):
+    """Files, folders, links and FIFOs, older than all pages, in a folder that is too full."""
+    top = tmp_path_factory.mktemp("disk")
+    outside = top / "outside"
+    (outside / "inner").mkdir(parents=True)
+    for path in (outside / "file", outside / "inner" / f"{'0' * 62}.page"):
+        path.write_bytes(bytes(50_000))
+        os.utime(path, (1, 1))
+    folder = DiskFolder(top / "cache", 4000)
+    for where, name, kind in others:
+        place = folder.folder / where
+        place.mkdir(exist_ok=True)
+        if (path := place / name).exists() or name in ("00", "thesis", "README.txt"):
+            continue
+        if kind == "file":
+            path.write_bytes(bytes(9000))
+        elif kind == "folder":
+            (path / "sub").mkdir(parents=True)
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(outside / ("file" if kind == "link" else "inner"))
+        os.utime(path, (1, 1), follow_symlinks=False)
+    before = set(top.rglob("*"))
+    for number in range(4):
+        folder._scanned = -1e9
+        assert folder.write(named(number), "page", views(bytes(1500))) == 1500, folder.stopped
+    assert {p for p in before if not os.path.lexists(p)} == set()
+    assert [folder.has(named(n), "page") for n in range(4)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_has_a_page_s_name_and_is_no_file_is_not_read(tmp_path, kind):
+    """Nor waited for, as an open of a FIFO would."""
+    folder = DiskFolder(tmp_path / "cache", 10**6)
+    folder.write(NAME, "page", views(b"abc"))
+    path = folder._path(NAME, "page")
+    path.rename(tmp_path / "whole")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "whole")
+    else:
+        path.mkdir()
+    assert not folder.has(NAME, "page")
+    found = list[bool]()
+    reader = threading.Thread(
+        target=lambda: found.append(folder.read(NAME, "page", views(b"abc"))), daemon=True
+    )
+    reader.start()
+    reader.join(10)
+    assert found == [False]
+    assert (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize("where", ["thesis", "ab"])
+def test_a_sub_folder_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, where):
+    """It is another user's."""
+    folder = DiskFolder(tmp_path / "cache", 4000)
+    (closed := folder.folder / where).mkdir()
+    (closed / "theirs").write_bytes(bytes(9000))
+    scandir = os.scandir
+
+    def refuses(path):
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    for number in range(4):
+        folder._scanned = -1e9
+        assert folder.write(named(number), "page", views(bytes(1500))) == 1500, folder.stopped
+    assert (closed / "theirs").exists()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_somebody_s_own_readme_stays(tmp_path, link):
+    (place := tmp_path / "cache").mkdir(mode=0o700)
+    own = tmp_path / "own" if link else place / "README.txt"
+    own.write_text("mine")
+    if link:
+        (place / "README.txt").symlink_to(own)
+    assert DiskFolder(place, 4000).write(NAME, "page", views(b"abc")) == 3
+    assert own.read_text() == "mine"
+
+
+def test_a_file_that_nobody_may_delete_stays_and_counts(tmp_path, monkeypatch):
+    folder, unlink = DiskFolder(tmp_path / "cache", 4000), os.unlink
+    folder.write(NAME, "page", views(bytes(1500)))
+    (kept,) = data(folder.folder)
+    os.utime(kept, (1, 1))
+
+    def refuses(path, **more):
+        if Path(path) == kept:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    for number in range(4):
+        folder._scanned = -1e9
+        assert folder.write(named(number), "page", views(bytes(1500))) == 1500, folder.stopped
+        assert sum(p.stat().st_size for p in data(folder.folder)) <= 4000
+    assert kept.exists()
+
+
+@given(pids=st.sets(st.integers(1, 1 << 22), max_size=5), old=st.booleans())
+@settings(max_examples=examples(30), deadline=None)
+def test_temporary_names_that_others_left_stop_nothing(tmp_path_factory, pids, old):
+    """In containers all servers have one pid: whose a name is, nobody knows. Old ones go."""
+    folder = DiskFolder(tmp_path_factory.mktemp("disk"), 10**6)
+    (folder.folder / "00").mkdir()
+    left = list[Path]()
+    for pid in {*pids, 1, os.getpid()}:
+        left += [folder.folder / "00" / f".{pid}-{n}.tmp" for n in range(3)]
+        left.append(folder.folder / f".{pid}-probe.tmp")
+    for path in left:
+        path.write_bytes(b"torn")
+        if old:
+            os.utime(path, (1, 1))
+    assert folder.seconds(100) > 0
+    assert folder.write(NAME, "page", views(b"abc")) == 3 and not folder.stopped
+    assert folder.write(bytes(32), "page", views(b"abc")) == 3
+    assert [path.exists() for path in left] == [not old] * len(left)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_a_disk_that_is_full_at_the_start_says_so_in_a_line(tmp_path, monkeypatch, capsys, code):
+    """And is read. What else cannot be written to ends the start."""
+    folder = DiskFolder(tmp_path / "cache", 10**6)
+    folder.write(NAME, "page", views(b"abc"))
+
+    def fails(path, parts):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("ds_runtime.kv.tiers.folder._write", fails)
+    if code in (errno.EACCES, errno.EROFS):
+        with pytest.raises(ConfigError, match=f"--disk-cache .*{os.strerror(code)}"):
+            folder.seconds(100)
+        return
+    assert folder.seconds(100) == 0
+    assert folder.read(NAME, "page", views(b"abc"))
+    disk = Disk(folder, HostBytes(4))
+    disk.poll()
+    disk.poll()
+    disk.close()
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: --disk-cache {folder.folder}: {os.strerror(code)}: no more pages are written "
+        "there"
+    ]
+
+
 WRITER = """
     import sys
     from pathlib import Path
@@ -193,6 +363,45 @@ def test_a_disk_that_is_full_is_only_read(tmp_path):
     assert len(data(tmp_path / "cache")) == 1 and not list((tmp_path / "cache").glob("*/*.tmp"))
 
 
+class HostBytes:
+    """SlotMemory, without copies."""
+
+    queued = 0
+
+    def __init__(self, count):
+        self.slots = [bytearray(100) for _ in range(count)]
+
+    def parts(self, kind, slot):
+        return [memoryview(self.slots[slot])]
+
+    def settled(self, finish):
+        return True
+
+    def ended(self, finish):
+        return 0
+
+
+@pytest.mark.parametrize("reads", [1, 4, 20])
+def test_a_disk_closes_while_it_reads(tmp_path, reads):
+    """Reads that run, and those that have not begun: nobody waits for either."""
+    folder = DiskFolder(tmp_path / "cache", 10**6)
+    for number in range(reads):
+        folder.write(named(number), "page", views(bytes(100)))
+    disk, slots, read = Disk(folder, HostBytes(30)), TierSlots(30), folder.read
+
+    def slow(*given):
+        time.sleep(0.1)
+        return read(*given)
+
+    folder.read = slow
+    for number in range(reads):
+        keep = partial(slots.adopt, named(number))
+        disk.fetch([(slots, "page", named(number), keep)])
+    disk.close()
+    slots.check()
+    assert not disk.lags and not slots._reserved
+
+
 class Remembered(dict):
     """The fake device's host memory by names of pages, as it outlives a device."""
 
@@ -210,7 +419,34 @@ class Remembered(dict):
         return self.known[self.name(place)]
 
 
-def engine(folder, known, policy="write_through", pages=20, host=60):
+class Late:
+    """Copies that nobody sees the end of before others are queued behind them."""
+
+    def __init__(self, copying, number, made):
+        self.copying, self.number, self.made = copying, number, made
+
+    def ended(self, layer):
+        return self.made.count > self.number
+
+    def wait(self, layer):
+        self.copying.wait(layer)
+
+    def finish(self):
+        self.number = -1
+
+
+class LateCopies(TorchPageCopies):
+    """A device that is always one behind."""
+
+    count = 0
+
+    def _copy(self, layers, one):
+        self.count += 1
+        return Late(super()._copy(layers, one), self.count, self)
+
+
+def engine(folder, known, policy="write_through", pages=20, host=60, idle=True):
+    """idle: what is copied is waited for in front of every step."""
     rig = toy(pages, 4, snapshots=4, host=host, write=policy, make=ToyDevice)
     rig.device.host = Remembered(rig, known)
     below = rig.ranks[0].below
@@ -218,7 +454,7 @@ def engine(folder, known, policy="write_through", pages=20, host=60):
     schedule = rig.scheduler.schedule
 
     def scheduled():
-        below.disk.poll(idle=True)
+        below.disk.poll(idle=idle)
         plan = schedule()
         while plan is None and below.disk.busy:
             below.disk.poll(seconds=0.1)
@@ -302,3 +538,70 @@ def test_the_disk_s_speed_is_measured(tmp_path):
     folder = DiskFolder(tmp_path / "cache", 10**6)
     one = folder.seconds(1 << 20)
     assert 0 < one < 10 and not list(folder.folder.glob(".*"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_that_broke_is_on_disk_then_or_later(tmp_path, monkeypatch, policy, late):
+    """No page that was computed, no state that was read: written before, on its way, or saved only
+    once others need the room."""
+    if late:
+        monkeypatch.setattr("toy_model.TorchPageCopies", LateCopies)
+    rig, disk = engine(tmp_path / "cache", {}, policy, pages=32, host=200, idle=not late)
+    for rid in "ab":
+        asked(rig, rid, LONG, max_tokens=1)
+    rig.submit("c", [*LONG, 3, 4, 5], max_tokens=20)
+    while len(rig.answers["c"].tokens) < 12:
+        rig.step()
+    request = next(r for r in rig.scheduler.running if r.rid == "c")
+    broken = [*page_keys(own_root(OWN), request.tokens(0, request.total_len), 4)]
+    known = request.cached_tokens // 4
+    assert 0 < known < len(broken)
+    rig.scheduler._break(request, 45)
+    rig.run()
+    del rig.answers["c"], rig.submits["c"]
+    for number in range(12):
+        asked(rig, f"other {number}", [30 + number % 9, *range(20, 38)], max_tokens=1)
+    disk.close()
+    folder = disk.folder
+    assert [i for i, name in enumerate(broken) if folder.has(name, "state")] == []
+    assert [i for i, name in enumerate(broken) if folder.has(name, "page") and i >= known] == []
+    assert policy == "write_through_selective" or len(data(folder.folder)) > 0
+
+
+def test_a_device_that_is_always_behind_has_its_pages_written(tmp_path, monkeypatch):
+    """Every step saves some, so the copies never all have ended."""
+    monkeypatch.setattr("toy_model.TorchPageCopies", LateCopies)
+    rig, disk = engine(tmp_path / "cache", {}, pages=60, host=200, idle=False)
+    for number in range(40):
+        rig.submit(str(number), [number % 40, number // 40, *LONG[:20]], max_tokens=30)
+        for _ in range(4):
+            rig.step()
+    assert rig.scheduler.has_work and not rig.ranks[0].below.disk._memory.settled(False)
+    assert disk.bytes_written > 0 and data(disk.folder.folder)
+    rig.run()
+    disk.close()
+
+
+def test_an_adapter_whose_files_are_gone_has_a_root_of_its_own(monkeypatch, tmp_path):
+    """That no other process, adapter, or later load has; a digest is read once."""
+    asked_for = []
+
+    def digest(folder, stamps):
+        asked_for.append(folder)
+        if folder.name.startswith("gone"):
+            raise CheckpointError("gone")
+        return folder.name
+
+    monkeypatch.setattr("ds_runtime.kv.tiers.roots.weights_digest", digest)
+    origin = Origin("sha", (("kv", "latent_pages.v1"),), ("bfloat16",), 16)
+    names = [None, *(tmp_path / name for name in ("gone", "gone too", "here", "here"))]
+    files = {number: name and (name, {}) for number, name in enumerate(names, 1)}
+    one, other = (SharedRoots(origin, files.__getitem__) for _ in range(2))
+    realms = [Realm(key, salt) for key in (0, *files) for salt in ("", "a")]
+    first, again, there = ([roots(r) for r in realms] for roots in (one, one, other))
+    assert first == again and len(asked_for) == 8
+    assert len({*first}) == len(first) - 2, "but for an adapter that is loaded twice"
+    alike = [a == b for a, b in zip(first, there, strict=True)]
+    assert alike == [True] * 2 + [False] * 6 + [True] * 4
+    assert not {own_root(realm) for realm in realms} & {*first, *there}

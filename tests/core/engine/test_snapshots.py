@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from fake_device import Rig, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -56,12 +58,14 @@ class Machine(RuleBasedStateMachine):
 
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
-    @rule(target=running, tokens=tokens, salt=st.sampled_from(["", "", "a"]))
-    def arrive(self, tokens, salt):
+    @rule(target=running, tokens=tokens, salt=st.sampled_from(["", "", "a"]), thinks=st.booleans())
+    def arrive(self, tokens, salt, thinks):
+        """thinks: no page behind its prompt is shared."""
         self.count += 1
         submit = Submit(
-            rid=str(self.count), prompt=tokens, params=SamplingParams(), seed=0, salt=salt
-        )
+            rid=str(self.count), prompt=tokens, params=SamplingParams(), seed=0, salt=salt,
+            think_id=tokens[-1] if thinks else None,
+        )  # fmt: skip
         request = Request.create(submit, (0, self.count), (), 100)
         known = self.pages.match(request, reads_cache=True)
         if not self.rows or not self.pages.take(request, known, self.rows[0]):
@@ -153,6 +157,8 @@ class Machine(RuleBasedStateMachine):
         assert all(node in self.made for node in self.read)
         for request in self.here:
             if request.snapshot >= 0:
+                most = request.total_len if request.max_shared is None else request.max_shared
+                assert request.snapshot_at <= most, "nobody will go on from there"
                 known = request.salt, *request.tokens(0, request.snapshot_at)
                 assert self.states[request.snapshot] == known
 
@@ -165,6 +171,50 @@ class Machine(RuleBasedStateMachine):
 
 TestSnapshots = Machine.TestCase
 TestSnapshots.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("opens", ["prompt", "answer"])
+def test_answers_that_think_leave_others_their_snapshots(overlap, opens):
+    """Half of the blocks are for answers. Those whose pages nobody will share take none, so that
+    the next turn of a chat beside them goes on from its answer."""
+
+    def next_turn(thinks):
+        rig = Rig(200, overlap=overlap, snapshots=4, max_running=6)
+        for n in range(4):
+            text = [n, n, n + 9, n, 5]
+            seed = len(text)
+            think = 5 if opens == "prompt" else next_token(text, seed, 0)
+            rig.submit(f"t{n}", text, max_tokens=60, think=think if thinks else None)
+        for _ in range(12):
+            rig.step()
+        chat = [20 + n for n in range(10)]
+        rig.submit("chat", chat, max_tokens=20)
+        while rig.answers["chat"].finish is None:
+            rig.step()
+        turn = [*chat, *rig.answers["chat"].tokens, 1, 2]
+        rig.submit("next", turn, max_tokens=2)
+        rig.run()
+        rig.check_end()
+        return rig.cached["next"]
+
+    assert next_turn(thinks=True) == 28  # of 10 and 20 tokens in pages of 4
+    assert next_turn(thinks=False) < 28, "they had all blocks that are for answers"
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("blocks", [0, 1, 8])
+def test_where_there_are_no_snapshots_nobody_waits_for_one(blocks, overlap):
+    """Equal prompts wait for what they will go on from; without snapshots each goes its own way."""
+    rig = Rig(200, overlap=overlap, snapshots=blocks, prefill_chunk=8)
+    for n in range(6):
+        rig.submit(str(n), list(range(30)), max_tokens=2)
+    rig.step()
+    assert len(rig.scheduler.running) == (1 if blocks else 6)
+    rig.run()
+    rig.check_end()
+    assert rig.scheduler.stats().prefix_waits == (5 if blocks else 0)
+    assert sorted(rig.cached.values()) == ([0, *[28] * 5] if blocks else [0] * 6)
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -309,3 +310,13 @@ def test_tensor_parallel_must_divide():
     config.check_tp(2, 1)
     dims = config.dims(2, 1)
     assert dims["heads"] == 15 and dims["intermediate"] == config.intermediate // 2
+
+
+def test_experts_of_a_rank_are_as_wide_as_ranks_share_them():
+    config = from_hf(published("deepseek-v3"))
+    for tp, ep in itertools.product((1, 2, 4, 8), repeat=2):
+        if tp % ep == 0:
+            dims = config.dims(tp, tp, ep)
+            assert dims["moe_intermediate"] == 2048 * ep // tp, "of a part's ranks"
+            assert dims["intermediate"] == config.intermediate // tp
+            assert dims["experts"] == 256, "of all parts"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
+import torch
 from hybrid_models import BASE, HybridOracle, drawn
 from safetensors.torch import load_file, save_file
 from test_config import published
@@ -19,6 +21,7 @@ from ds_runtime.description.sites import model_sites
 from ds_runtime.description.structure import model_of
 from ds_runtime.description.tree import Ranks, by_name
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError
+from ds_runtime.model.moe import MoeMlp
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.world import World
@@ -119,8 +122,14 @@ def test_every_tensor_is_read_once(tmp_path, monkeypatch, rename):
          "layers.0.ffn.gate.tid2eid: dtype F32 found, I32 or I64 expected"),
         (lambda t: t.update({"layers.0.attn.compressor.ape": t["hc_head_base"].clone()}),
          "layers.0.attn.compressor.ape is not expected"),
+        (lambda t: t["layers.0.ffn.gate.tid2eid"][-1].fill_(8),
+         "FOLDER: layers.0.ffn.gate.tid2eid: names experts that are not there; there are 8"),
+        (lambda t: t["layers.1.ffn.gate.tid2eid"][5, 1:].fill_(-1),
+         "FOLDER: layers.1.ffn.gate.tid2eid: names experts that are not there; there are 8"),
+        (lambda t: t["layers.1.ffn.gate.tid2eid"][0].fill_(1 << 30),
+         "FOLDER: layers.1.ffn.gate.tid2eid: names experts that are not there; there are 8"),
     ],
-    ids=["missing", "shape", "dtype", "unexpected"],
+    ids=["missing", "shape", "dtype", "unexpected", "no such", "negative", "huge"],
 )  # fmt: skip
 def test_wrong_tensors_are_named(tmp_path, change, said):
     HybridOracle(BASE).model.save_pretrained(tmp_path)
@@ -128,7 +137,7 @@ def test_wrong_tensors_are_named(tmp_path, change, said):
     tensors = {native_name(name): t for name, t in load_file(path).items()}
     change(tensors)
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=said.replace("FOLDER", str(tmp_path))):
         loaded(tmp_path)
 
 
@@ -137,6 +146,16 @@ def bare(tmp_path_factory):
     """A folder with config.json alone."""
     folder = tmp_path_factory.mktemp("bare")
     raw = {**BASE, "architectures": ["DeepseekV4ForCausalLM"], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def bare_dense(tmp_path_factory):
+    """The same of a model without an indexer."""
+    folder, kinds = tmp_path_factory.mktemp("dense"), [0, 128]
+    raw = {**BASE, "num_hidden_layers": 2, "compress_ratios": kinds, "torch_dtype": "bfloat16"}
+    raw["architectures"] = ["DeepseekV4ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(raw))
     return str(folder)
 
@@ -160,12 +179,40 @@ def test_it_is_planned_on_every_platform(bare, device):
         ({"batch_invariant": True}, "--batch-invariant: DeepseekV4ForCausalLM is"),
         ({"quantize": "int8"}, "--quantize: DeepseekV4ForCausalLM is"),
         ({"lora": ("a=/x",)}, "--lora: DeepseekV4ForCausalLM is"),
-        ({"disable_mla": True}, "--disable-mla: DeepseekV4ForCausalLM attends chosen"),
+        ({"max_loras": 2}, "--max-loras: DeepseekV4ForCausalLM is"),
+        ({"disable_mla": True}, "--disable-mla: DeepseekV4ForCausalLM is"),
+        ({"tp": 2, "ep": 2}, "--ep: DeepseekV4ForCausalLM is"),
+        ({"tp": 2, "ep": 0}, "--ep: DeepseekV4ForCausalLM is"),
     ],
 )
-def test_what_it_is_not_served_with(bare, more, said):
+@pytest.mark.parametrize("chooses", [True, False], ids=["chooses", "chooses nothing"])
+def test_what_it_is_not_served_with(bare, bare_dense, chooses, more, said):
+    """Whether or not it has layers that choose what they attend."""
+    given = {"model": bare if chooses else bare_dense, "platform": "cpu", "load_format": "dummy"}
     with pytest.raises(DsRuntimeError, match=said):
-        assemble(EngineConfig(model=bare, platform="cpu", load_format="dummy", **more))
+        assemble(EngineConfig(**given, **more))
+    assemble(EngineConfig(**given))
+
+
+def test_index_keys_in_fp4_are_the_user_s_own(tmp_path):
+    """Whoever refuses them says which flag brought them."""
+    raw = {**BASE, "index_head_dim": 32, "architectures": ["DeepseekV4ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    given = {"model": str(tmp_path), "platform": "cpu", "load_format": "dummy"}
+    made = assemble(EngineConfig(**given, trained_rounding=True))
+    refused = {name: why for d in made.binding.decisions for name, why in d.refused}
+    said = refused["cpu.index_scores"]
+    assert said.endswith(": leave --trained-rounding out") and "float4" in said
+    assert "index-cache-dtype" not in said
+
+
+def test_experts_by_token_are_not_divided_by_number():
+    """Their ids come with rows of all ranks, and rows that are divided by number stay."""
+    mlp = object.__new__(MoeMlp)
+    mlp.exchange, mlp.slots = Mock(), torch.arange(4)
+    mlp.table = torch.zeros(9, 2, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="experts by token are not divided by number"):
+        mlp(torch.zeros(1, 8), Mock(), torch.zeros(1, dtype=torch.int64))
 
 
 def test_pages_hold_whole_entries(bare):

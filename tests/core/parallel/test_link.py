@@ -159,6 +159,8 @@ def test_an_address_in_use_is_refused():
         Leader(address, OWN, differ, 1)
     with pytest.raises(ConfigError, match=r"--dist-init-addr no\.such\.host:1: cannot be had"):
         Leader("tcp://no.such.host:1", OWN, differ, 1)
+    with pytest.raises(ConfigError, match=r"--dist-init-addr a\.\.b:1: cannot be had"):
+        Leader("tcp://a..b:1", OWN, differ, 1)  # no name at all
     leader.part()
 
 

@@ -55,8 +55,8 @@ class DiskFolder:
                     f"--disk-cache {folder}: others may enter it, and what users wrote will lie "
                     "there: make it your own with mode 0700"
                 )
-            with suppress(OSError):  # a full disk can still be read
-                (folder / "README.txt").write_text(_NOTE)
+            with suppress(OSError), (folder / "README.txt").open("x") as note:
+                note.write(_NOTE)  # a full disk can still be read; somebody's own stays
         except OSError as e:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
 
@@ -150,9 +150,10 @@ class DiskFolder:
             if _TEMPORARY.fullmatch(outer.name) and outer.is_file(follow_symlinks=False):
                 yield outer
             elif _FOLDER.fullmatch(outer.name) and outer.is_dir(follow_symlinks=False):
-                for entry in os.scandir(outer):
-                    if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield entry
+                with suppress(OSError), os.scandir(outer) as inner:  # nobody may read it, or gone
+                    for entry in inner:
+                        if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                            yield entry
 
     def _make_room(self, nbytes: int) -> None:
         """Delete the files used least recently where these bytes would be too many."""
@@ -169,8 +170,12 @@ class DiskFolder:
         for at, size, path in sorted(found):
             if at and self._held + nbytes <= most:
                 break
-            with suppress(FileNotFoundError):
+            try:
                 os.unlink(path)
+            except FileNotFoundError:
+                pass  # another server has deleted it
+            except OSError:
+                continue  # nobody may: it stays, and counts
             self._held -= size
         if self._held + nbytes > self.size:
             raise OSError(0, f"a page does not fit into --disk-cache-size {amount(self.size)}")
