@@ -153,10 +153,10 @@ def test_index_keys_follow_the_page_size_of_the_user(tmp_path, page):
 
 
 V4_ON_PROCESSORS = {"compress_windows", "index_encode", "grouped_linear"}
-V4_ON_DEVICES = V4_ON_PROCESSORS | set(
-    "experts_limited silu_mul_limited route_softplus hc_pre hc_post hc_head norm_rope rope_back "
-    "window_prefill window_decode".split()
-)
+V4_ON_DEVICES = V4_ON_PROCESSORS | {
+    *("experts_limited", "silu_mul_limited", "route_softplus"),
+    *("hc_pre", "hc_post", "hc_head", "norm_rope", "rope_back", "window_prefill", "window_decode"),
+}
 
 
 def test_no_op_of_a_published_model_is_left_to_a_reference_on_a_device():
