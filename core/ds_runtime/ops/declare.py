@@ -107,7 +107,8 @@ class Op:
 
     Mappings are by method, "" for a function. `results` gives shapes and dtypes of what comes back,
     from the facts of the place and the arguments; no entry: nothing does. `rows` says which
-    arguments have a row per token; `by_sequence`: attention, which is taken apart by sequences.
+    arguments have a row per token, `among` the one whose rows others read, too, so that a call
+    which has it is not taken apart; `by_sequence`: attention, which is taken apart by sequences.
     `own_rows`: equal rows give equal results whatever else is in the batch. `writes` are the
     arguments that are written in place, `contiguous` is true of what comes back. `cost` is what a
     call moves and computes, and how it is timed.
@@ -136,6 +137,7 @@ class Op:
     judge: Callable[..., tuple[float, str]] | None = None
     defined: Callable[..., Any] | None = None
     by_sequence: bool = False
+    among: int = -1
     own_rows: bool = False
     cost: Cost | None = None
     writes: tuple[str, ...] = ()

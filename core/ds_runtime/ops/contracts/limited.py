@@ -148,7 +148,7 @@ class LimitedOps(Area):
         results={
             "": lambda f, logits, bias, chosen, routing: moe.routed(logits, routing),
         },
-        rows={"": (0,)},
+        rows={"": (0, 2)},
         judge=_judge_route,
         cost=Cost({"": (_logits, moe.scored)}, size=by_choice, float32=True),
         summary="expert choice by the root of softplus, or by token id",

@@ -74,7 +74,8 @@ def _apart(op: Op, case: Case) -> Iterator[_Part | Call]:
         elif op.by_sequence and not call.method:
             yield from _segments_alone(call, index)
         else:
-            yield from _rows_alone(op.rows.get(call.method, ()), call, index)
+            if op.among < 0 or call.args[op.among] is None:
+                yield from _rows_alone(op.rows.get(call.method, ()), call, index)
 
 
 def _rows_alone(places: tuple[int, ...], call: Call, index: int) -> Iterator[_Part]:
@@ -82,7 +83,9 @@ def _rows_alone(places: tuple[int, ...], call: Call, index: int) -> Iterator[_Pa
         return
     count = call.args[places[0]].shape[0]
     for rows in _selections(count):
-        args = tuple(a[rows] if i in places else a for i, a in enumerate(call.args))
+        args = tuple(
+            a[rows] if i in places and a is not None else a for i, a in enumerate(call.args)
+        )
         yield _Part(replace(call, args=args), index, rows)
 
 

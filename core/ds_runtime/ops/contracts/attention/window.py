@@ -280,6 +280,8 @@ _ATTENDS: dict[str, Any] = {
     "results": {"": lambda f, q, *_: attended(q, q.shape[2])},
     "heavy": True,
     "layout": "kv",
+    "rows": {"": (0, 4, 5, 8)},
+    "among": 2,
 }
 
 
