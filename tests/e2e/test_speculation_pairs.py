@@ -174,3 +174,23 @@ def test_with_two_ranks(made, drafting):
     plain, _ = answers(made["tiny-v3"])
     found, stats = answers(made["tiny-v3"], tp=2, **drafting)
     assert found == plain and stats.draft_tokens > 0
+
+
+def test_ranks_that_divide_sequences_draft_for_their_own():
+    """As many drafts are right as on one rank: those of another's sequences would not be."""
+    settings = {
+        "platform": "cpu",
+        "dtype": "float32",
+        "kv_memory": "60MB",
+        "threads": 1,
+        "context_length": 512,
+    }
+    settings |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+    asked = [f"{a}+{b}=" for a, b in ((12, 30), (7, 5), (40, 41), (3, 99), (25, 17), (64, 8))]
+    right = []
+    for more in ({}, {"tp": 2, "enable_dp_attention": True}):
+        with LLM("demo", **settings, **more) as llm:
+            llm.generate(asked, SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True))
+            found = llm._alive().stats()
+        right.append(found.accepted_tokens / found.draft_tokens)
+    assert right[1] > 0.95 * right[0] > 0.2, right
