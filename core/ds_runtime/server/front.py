@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -17,7 +18,6 @@ import uvloop
 from fastapi import FastAPI
 
 from ds_runtime.checkpoint.hub import EMBEDDED, text_folder
-from ds_runtime.common import garbage
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.errors import ConfigError
@@ -92,7 +92,7 @@ def front_end(
     text.aside = app.state.bodies.aside
     add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    garbage.settle()
+    gc.freeze()  # full collections stay frequent: refused and abandoned requests leave cycles
     telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
     serving = _Serving(lives, client, app, sock, server_config, model.name, text.close, telling)
     return lambda: uvloop.run(serving.run())
