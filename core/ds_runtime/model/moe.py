@@ -82,7 +82,6 @@ class MoeMlp:
         """
         count, adapters = x.shape[0], self.exchange.adapters(batch)
         if self.slots is not None:
-            assert self.table is None, "experts by token are not divided by number"
             return self._by_number(x, batch, self.slots)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
@@ -110,7 +109,7 @@ class MoeMlp:
         and rows of all groups come with their choices. slots: as Loader.expert_slots."""
         exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
-        weights, ids = exchange.enter_choices(*self._chosen(x), order)
+        weights, ids = exchange.enter_choices(*self._chosen(x, batch.input_ids), order)
         ids, k = slots[ids], self.routing.top_k
         if self.routing.shared:  # where the first choice of a token is, and nowhere else
             ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)

@@ -95,8 +95,16 @@ def test_drafts_are_taken_back(six, seed):
 
 @pytest.mark.parametrize(
     "more",
-    [{"tp": 2}, {"tp": 2, "enable_dp_attention": True}, {"tp": 4}],
-    ids=["two", "two with sequences of their own", "four"],
+    [
+        {"tp": 2},
+        {"tp": 2, "enable_dp_attention": True},
+        {"tp": 4},
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "enable_dp_attention": True},
+        {"tp": 4, "ep": 2},
+        {"tp": 4, "ep": 2, "enable_dp_attention": True, "dp": 2},
+    ],
+    ids=lambda more: " ".join(more),
 )
 def test_ranks_answer_as_one(tmp_path, more):
     """Heads, groups and experts are divided, and token ids reach the experts of every rank."""
