@@ -12,8 +12,8 @@ from torch import Tensor
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Trees
 from ds_runtime.engine.step.inputs import Frame, StepInputs
-from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.sampler import Sampler
+from ds_runtime.engine.step.transfer import PageTable
 from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
