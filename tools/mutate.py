@@ -56,7 +56,7 @@ class MutationError(Exception):
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "logits that nobody looks at",
-        "core/ds_runtime/engine/step/finite.py",
+        "core/ds_runtime/engine/step/result.py",
         "(total - total) == 0",
         "total.new_ones(total.shape).bool()",
         ("tests/e2e/test_broken_logits.py",),
@@ -345,14 +345,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "spare rows read a foreign page",
-        "core/ds_runtime/engine/step/page_table.py",
+        "core/ds_runtime/engine/step/transfer.py",
         "spare = [[self._spare]] * (",
         "spare = [[0]] * (",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
         "a replay on the last step's page table",
-        "core/ds_runtime/engine/step/page_table.py",
+        "core/ds_runtime/engine/step/transfer.py",
         "if self._held is table or (self._held is not None and np.array_equal(self._held, table)):",
         "if self._held is not None and self._held.shape == table.shape:",
         ("tests/e2e/test_graphs.py",),

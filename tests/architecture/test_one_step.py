@@ -39,7 +39,7 @@ def test_one_place_makes_batches() -> None:
 
 def test_one_place_judges_drafts() -> None:
     assert files("judge", "verify", "right.cumprod") == {"speculate/acceptance.py"}
-    assert files("settle") == {"device/phases.py", "speculate/verdict.py"}  # called, and recorded
+    assert files("settle") == {"device/parts.py", "speculate/verdict.py"}  # called, and recorded
 
 
 def test_one_place_drafts_chains_and_one_trees() -> None:

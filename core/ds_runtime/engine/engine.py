@@ -27,7 +27,8 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.process.failure import bounded, during
 from ds_runtime.engine.schedule.adapters import Adapters
-from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.schedule.limits import SchedulerLimits
+from ds_runtime.engine.schedule.scheduler import Scheduler
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.engine.step.result import Handle

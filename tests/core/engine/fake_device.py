@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
-from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.schedule.limits import SchedulerLimits
+from ds_runtime.engine.schedule.scheduler import Scheduler
 from ds_runtime.engine.step.plan import RowInit, StepPlan, StepResult, Work, WorkResult
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache

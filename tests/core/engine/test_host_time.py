@@ -8,7 +8,8 @@ import time
 import torch
 
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.schedule.limits import SchedulerLimits
+from ds_runtime.engine.schedule.scheduler import Scheduler
 from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.engine.step.transfer import Upload

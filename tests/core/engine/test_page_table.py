@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.step.page_table import PageTable, padded
-from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.step.transfer import PageTable, Upload, padded
 from ds_runtime.ops.batch import RowOwners
 
 CPU = torch.device("cpu")

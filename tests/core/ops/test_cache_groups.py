@@ -16,9 +16,8 @@ from ds_runtime.description.hf import from_hf
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import model_sites, nextn_sites
 from ds_runtime.engine.step.inputs import Frame, StepInputs
-from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.step.transfer import PageTable, Upload
 from ds_runtime.kv.caches import allocate
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DeviceInfo, Facts, Site

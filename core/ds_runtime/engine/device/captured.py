@@ -14,16 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
-from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.device.phases import Drafting, Rest, draw
-from ds_runtime.engine.speculate.chain import Chain
-from ds_runtime.engine.speculate.tree import Tree
+from ds_runtime.engine.device.parts import Parts, Results, draw
+from ds_runtime.engine.speculate.chain import Drafting, Drafts, Rest
 from ds_runtime.engine.speculate.verdict import Verdict
-from ds_runtime.engine.step.finite import finite_rows
 from ds_runtime.engine.step.inputs import Added, read_last_tokens
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.result import Handle
+from ds_runtime.engine.step.result import Handle, finite_rows
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.ops.batch import Batch
 from ds_runtime.parallel.exchange import Pending
@@ -45,7 +42,7 @@ class Captured:
         size: int,
         queries: int,
         masked: bool,
-        drafting: dict[int, Chain | Tree],
+        drafting: dict[int, Drafts],
     ) -> None:
         """masked: draws behind masks are captured, where there is no draft layer."""
         self.size, self.queries = size, queries

@@ -8,16 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from ds_runtime.engine.capture.prefill import PrefillGraphs
-from ds_runtime.engine.device.parts import Parts
-from ds_runtime.engine.device.phases import Drafting, Rest, draw, move
+from ds_runtime.engine.device.parts import Parts, draw, move
 from ds_runtime.engine.speculate.acceptance import Branch, came_from, claim
-from ds_runtime.engine.speculate.chain import Chain
+from ds_runtime.engine.speculate.chain import Chain, Drafting, Rest
 from ds_runtime.engine.speculate.follow import Own, cut_to_branches, follow
 from ds_runtime.engine.speculate.tree import Tree
-from ds_runtime.engine.step.finite import finite_rows
 from ds_runtime.engine.step.inputs import read_last_tokens
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.result import SCORE_ROWS, Handle
+from ds_runtime.engine.step.result import SCORE_ROWS, Handle, finite_rows
 from ds_runtime.engine.step.transfer import Upload, put
 from ds_runtime.ops.batch import Batch
 

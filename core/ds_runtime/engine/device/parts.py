@@ -1,4 +1,7 @@
-"""What all steps of a rank work with: the model, its caches, and places for results."""
+"""What all steps of a rank work with: the model, its caches, and places for results.
+
+Below are the functions of the device that every way to run a step calls.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.engine.speculate.acceptance import Trees
+from ds_runtime.engine.speculate.acceptance import Branch, Claims, Trees, fronts, moves, settle
 from ds_runtime.engine.step.inputs import Frame, StepInputs
-from ds_runtime.engine.step.page_table import PageTable
-from ds_runtime.engine.step.sampler import Sampler
+from ds_runtime.engine.step.result import Handle
+from ds_runtime.engine.step.sampler import Draws, Sampler
+from ds_runtime.engine.step.transfer import PageTable, Upload
 from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.contracts.caches import Caches
-from ds_runtime.parallel.exchange import RowExchange
+from ds_runtime.parallel.exchange import Pick, RowExchange
 
 
 @dataclass(slots=True)
@@ -135,3 +139,45 @@ class Results:
             tail=made(size * drafts, width, dtype),
             tail_logits=made(every * drafts, parts.vocab, torch.float32),
         )
+
+
+def draw(
+    parts: Parts,
+    handle: Handle,
+    draws: Draws,
+    logits: Tensor,
+    sent: Upload,
+    claims: Claims | None = None,
+) -> Branch | None:
+    """Draw the step's tokens; which drafts of each work were right, if it drafts. That logits are
+    `handle.finite` has been seen.
+    """
+    sampler, last_tokens = parts.sampler, parts.last_tokens
+    front, branch, kept, order = None, None, None, None
+    if claims is not None:
+        front = fronts(claims, last_tokens, parts.trees, sent)
+    known, nodes = (None, None) if front is None else (front.tokens, front.nodes)
+    drawn = sampler.draw(logits, draws, sent, known, nodes)
+    if claims is None:
+        place = sent[draws.rows]
+        place = place if parts.width == 1 else place * parts.width
+        last_tokens.index_copy_(0, place, drawn)
+    else:
+        assert parts.shape is not None
+        branch = settle(claims, parts.shape.steps + 1, drawn, front, last_tokens, sent)
+        if front is not None:
+            handle.accepted, order, kept = [branch.accepted], branch.order, branch.draws
+    sampler.count(draws, drawn, sent, kept)
+    handle.tokens = [drawn if order is None else drawn[order]]
+    if order is not None:
+        handle.finite = [some[order] for some in handle.finite]
+    handle.logprobs = sampler.logprobs(logits, draws, drawn, order)
+    return branch
+
+
+def move(parts: Parts, batch: Batch, branch: Branch, rows: Tensor, own: Pick) -> None:
+    """Bring the kept branches of this rank's trees to the front of the caches. batch: the step that
+    verified them; rows: [draws] the row of each draw; own: of the sampling works.
+    """
+    mine = Branch(own(branch.accepted), own(branch.draws))
+    parts.model.move(parts.caches, batch, moves(mine, batch.slots[rows], rows))

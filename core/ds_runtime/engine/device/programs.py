@@ -26,7 +26,7 @@ from ds_runtime.engine.capture.recorder import Checking, Recorder
 from ds_runtime.engine.device.captured import Captured, decode_step
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.speculate.chain import Chain
+from ds_runtime.engine.speculate.chain import Chain, Drafts
 from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import StepPlan
@@ -60,7 +60,7 @@ class Programs:
         self.left_out: tuple[int, ...] = ()
         self.prefill_sizes: tuple[int, ...] = ()
         self.captured: dict[tuple[int, int], Captured] = {}
-        self.drafting: dict[tuple[int, int], Chain | Tree] = {}
+        self.drafting: dict[tuple[int, int], Drafts] = {}
         self._queries: list[int] = []
         self.serves = False
         if not captures:

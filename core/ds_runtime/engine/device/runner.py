@@ -23,12 +23,12 @@ from ds_runtime.engine.capture.recorder import rehearsing
 from ds_runtime.engine.device.captured import Captured
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
-from ds_runtime.engine.device.phases import Rest
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs
 from ds_runtime.engine.device.variants import PAGES, StepLimits, covering_steps, one_of_each_kind
 from ds_runtime.engine.device.warmup import warm_up_length, warm_up_steps
 from ds_runtime.engine.speculate.acceptance import Trees
+from ds_runtime.engine.speculate.chain import Rest
 from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
 from ds_runtime.engine.step.result import Handle

@@ -19,14 +19,18 @@ from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.schedule.chunk_sizes import Sizing, StepRoom
 from ds_runtime.engine.schedule.ledger import Holdings
 from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, check_prompt
-from ds_runtime.engine.schedule.request import Request, State, remove, right_of_way
-from ds_runtime.engine.step.guided import Guided, Underway
+from ds_runtime.engine.schedule.request import (
+    Guided,
+    Request,
+    State,
+    Underway,
+    remove,
+    right_of_way,
+)
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
 from ds_runtime.kv.rank_pages import Pages
-
-__all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:

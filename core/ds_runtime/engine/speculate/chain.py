@@ -1,13 +1,14 @@
-"""Chains of drafts behind what a step has kept: one run of the draft layer per further draft.
+"""Drafts behind what a step has kept; of chains, one run of the draft layer per further draft.
 
-Drafts are drawn with the very random numbers with which the model will draw these positions, so
-that they are often right also where requests sample.
+A chain's drafts are drawn with the very random numbers with which the model will draw these
+positions, so that they are often right also where requests sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,27 @@ from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Draw
-from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, taken
+from ds_runtime.engine.step.transfer import Array, Buffer, Download, Steady, Upload, taken
 from ds_runtime.ops.batch import Batch, RowOrder
+
+Rest = Callable[[], None]
+"""What is left of a step once the host knows which drafts were right."""
+
+
+class Kept(NamedTuple):
+    """What drafts come behind. works: the sampling ones of a step, each of which keeps the
+    positions up to one of `ends`. tail [own sequences, hidden], logits [sequences, vocab]: of the
+    draft layer's run over the step; order: of the rows that these works have there. A captured
+    drafting takes these three as it was recorded.
+    """
+
+    works: Sequence[Work]
+    ends: Sequence[int]
+    tail: Tensor
+    logits: Tensor
+    order: RowOrder | None
 
 
 class Drafts:
@@ -42,6 +61,22 @@ class Drafts:
             room = (runs + 1) * (rows * 32 + (1 << 10)) + size * parts.exchange.groups * 16
             self._buffer = Buffer(room, parts.device)
         self._batches = list[Batch]()  # the runs, of what was recorded if this is captured
+
+    def capture(self, recorder: Recorder, results: Results, what: str) -> None:
+        """Record it over dummies alone, from `results` on."""
+        raise NotImplementedError
+
+    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and of
+        trees likewise the parents.
+        """
+        raise NotImplementedError
+
+    def _dummies(self, results: Results) -> Kept:
+        """What a recording is made over."""
+        exchange = self._parts.exchange
+        logits = results.tail_logits[: self.size * exchange.groups]
+        return Kept((), (), results.tail[: self.size], logits, exchange.even(self.size))
 
     def _places(self, works: Sequence[Work]) -> list[int]:
         """Where each sequence lies among all."""
@@ -77,6 +112,33 @@ class Drafts:
         self._parts.prepare(batch, self._keys, inside=True if self.size else None)
 
 
+class Drafting:
+    """Drafts behind a step, from construction on, where what was kept starts for the host."""
+
+    def __init__(self, parts: Parts, handle: Handle, accepted: Tensor) -> None:
+        """accepted: [sampling works] drafts that were right."""
+        self._handle = handle
+        self._arriving = Download([accepted])
+        self._tells = any(w.tell_drafts for w in handle.plan.works)
+        if parts.leads and not self._tells:  # what was drawn is on its way while drafts are made
+            handle.download()
+
+    def rest(self, drafts: Drafts, tail: Tensor, logits: Tensor, order: RowOrder | None) -> Rest:
+        """What is left. tail, logits, order: see Kept."""
+        handle, arriving, tells = self._handle, self._arriving, self._tells
+
+        def rest() -> None:
+            works = [handle.plan.works[i] for i, _ in handle.wanted.samplers]
+            accepted = arriving.wait()[0].tolist()
+            ends = [
+                w.start + w.length - w.draws + right
+                for w, right in zip(works, accepted, strict=True)
+            ]
+            handle.drafts = drafts.run(Kept(works, ends, tail, logits, order), tells)
+
+        return rest
+
+
 class Chain(Drafts):
     """`drafts` drafts of each sequence into their rows' places."""
 
@@ -92,46 +154,20 @@ class Chain(Drafts):
         self.replay: Phase = self._phase
 
     def capture(self, recorder: Recorder, results: Results, what: str) -> None:
-        """Record it over dummies alone, from `results` on."""
-        assert self.size
-        exchange = self._parts.exchange
-        logits = results.tail_logits[: self.size * exchange.groups]
-        self._load((), (), results.tail[: self.size], logits, exchange.even(self.size))
+        self._load(self._dummies(results))
         self.replay = recorder.record(self._phase, what)
 
-    def run(
-        self,
-        works: Sequence[Work],
-        ends: Sequence[int],
-        tell: bool,
-        tail: Tensor,
-        logits: Tensor,
-        order: RowOrder | None,
-    ) -> list[Tensor]:
-        """Draft behind the positions `ends` of the sampling works: [works, drafts] ids, if these
-        are to be told. tail, logits: of the draft layer's run over the step; order: of a row of
-        each work; all as they were captured, if this is.
-        """
-        self._load(works, ends, tail, logits, order)
+    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+        self._load(kept)
         self.replay()
-        return [self._told(self._kept[self._rows], works)] if tell else []
+        return [self._told(self._kept[self._rows], kept.works)] if tell else []
 
-    def _load(
-        self,
-        works: Sequence[Work],
-        ends: Sequence[int],
-        tail: Tensor,
-        logits: Tensor,
-        order: RowOrder | None,
-    ) -> None:
+    def _load(self, kept: Kept) -> None:
         """The batch of each run behind the first draft, and what the draws need. The page table is
         there: the step has verified these works.
         """
-        parts, upload, own = (
-            self._parts,
-            Upload(self._parts.device),
-            self._parts.exchange.numbers(works),
-        )
+        works, ends, parts, upload = kept.works, kept.ends, self._parts, Upload(self._parts.device)
+        own = parts.exchange.numbers(works)
         mine = [works[i] for i in own]
         added = [
             parts.inputs.add(mine, upload, frame, run=DraftRun([ends[i] + step for i in own]))
@@ -153,9 +189,9 @@ class Chain(Drafts):
             [column[first : first + count] for column in columns]
             for first in range(0, count * self.drafts, count)
         ]
-        self._tail, self._logits = tail, logits
+        self._tail, self._logits = kept.tail, kept.logits
         for batch in self._take(added, upload):
-            batch.order = order
+            batch.order = kept.order
             if self.size:
                 parts.prepare(batch, inside=False)
 

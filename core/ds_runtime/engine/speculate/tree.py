@@ -24,13 +24,13 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.recorder import Phase, Recorder, given_up
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.speculate.acceptance import Branch, Drafted, came_from, moves, seen_by
-from ds_runtime.engine.speculate.chain import Drafts
+from ds_runtime.engine.speculate.chain import Drafts, Kept
 from ds_runtime.engine.speculate.follow import follow
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.base import Moves
-from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.ops.batch import Batch
 from ds_runtime.parallel.exchange import Pending, Pick
 
 
@@ -270,29 +270,16 @@ class Tree(Drafts):
         return [partial(self._phase, level) for level in range(self._shape.steps)]
 
     def capture(self, recorder: Recorder, results: Results, what: str) -> None:
-        """Record it level by level, over dummies alone; what a recording leaves for the next is
-        there once it was replayed.
-        """
-        assert self.size
-        rows = self.size * self._parts.exchange.groups
-        self._out = results.logits[: rows * self._shape.topk]
-        self._load((), (), results.tail[: self.size], results.tail_logits[:rows])
+        """Level by level; what a recording leaves for the next is there once it was replayed."""
+        self._out = results.logits[: self.size * self._parts.exchange.groups * self._shape.topk]
+        self._load(self._dummies(results))
         for level, phase in enumerate(self._runs):
             self._front(level)
             self._runs[level] = recorder.record(phase, what)
             self._runs[level]()
 
-    def run(
-        self,
-        works: Sequence[Work],
-        ends: Sequence[int],
-        tell: bool,
-        tail: Tensor,
-        logits: Tensor,
-        order: RowOrder | None,
-    ) -> list[Tensor]:
-        """As Chain's: [works, drafts] tokens, and parents, if these are to be told."""
-        self._load(works, ends, tail, logits)
+    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+        self._load(kept)
         if any(map(given_up, self._runs)):  # a recording reads what the one before it made
             self._runs = self._phases()
         for level, run in enumerate(self._runs):
@@ -300,19 +287,14 @@ class Tree(Drafts):
             run()
         found = self._drafted
         assert found is not None
-        return [self._told(some, works) for some in (found.tokens, found.parents)] if tell else []
+        return [self._told(x, kept.works) for x in (found.tokens, found.parents)] if tell else []
 
-    def _load(
-        self,
-        works: Sequence[Work],
-        ends: Sequence[int],
-        tail: Tensor,
-        logits: Tensor,
-    ) -> None:
+    def _load(self, kept: Kept) -> None:
         """Rows, each level's batch, and which rows see all there is. The page table is there: the
         step has verified these works.
         """
-        parts, topk, sent = self._parts, self._shape.topk, Upload(self._parts.device)
+        works, ends, parts, topk = kept.works, kept.ends, self._parts, self._shape.topk
+        sent = Upload(parts.device)
         own = parts.exchange.numbers(works)
         mine = [works[i] for i in own]
         runs, fits = _level_runs(self._shape, mine, [ends[i] for i in own], parts.inputs)
@@ -329,7 +311,7 @@ class Tree(Drafts):
             self._mine = parts.exchange.pick(own, sent)
         sent.send(self._buffer)
         self._rows, self._blind = sent[rows_], sent[blind_]
-        self._tail, self._logits = tail, logits
+        self._tail, self._logits = kept.tail, kept.logits
         self._now = self._take(added, sent)
         for batch in self._now:
             batch.order = order()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
-from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.device.phases import draw, move
+from ds_runtime.engine.device.parts import Parts, Results, draw, move
 from ds_runtime.engine.speculate.acceptance import (
     Branch,
     Claims,

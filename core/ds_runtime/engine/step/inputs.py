@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.prompts import Prompts
-from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.step.transfer import PageTable, Table, Upload, padded
 from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 from ds_runtime.parallel.row_order import adapters_of
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_runtime.engine.step.page_table import Table
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.step.transfer import Table, Upload
 from ds_runtime.ops.batch import PrefillPart, PrefixChunk, Segments
 from ds_runtime.parallel.row_order import adapters_of
 

@@ -49,6 +49,18 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
     return found
 
 
+def finite_rows(logits: Tensor) -> Tensor:
+    """[rows] bool for logits [rows, vocab] float32, as the model gave them: masks and biases come
+    later, and may well forbid. It is asked on the device, beside the draw, and travels with the
+    tokens (`Handle.finite`), so that nobody waits for it.
+
+    One reduction: NaN or an infinity among the terms of a sum leaves NaN or an infinity, on every
+    device. A sum of numbers would overflow from a mean of 2e33 on, which no model means.
+    """
+    total = logits.sum(-1)
+    return (total - total) == 0
+
+
 @dataclass(slots=True)
 class Handle:
     """A launched step: what its results are made of, on their way to the host."""
