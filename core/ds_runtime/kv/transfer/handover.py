@@ -19,10 +19,9 @@ import msgspec
 
 from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.prefix import Match, Node, Realm
-from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.transfer.asked import PagesPulled
 from ds_runtime.kv.transfer.leases import Done, Leases, Notices, Offer, Want, longest, tell
-from ds_runtime.platform.kv_transfer import CacheBlocks, KvTransfer, Ticket, TransferError
+from ds_runtime.platform.kv_transfer import CacheBlocks, Ticket, TransferError
 
 
 @dataclass(slots=True, eq=False)
