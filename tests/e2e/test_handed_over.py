@@ -28,6 +28,7 @@ from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.transfer.asked import HoldPages, PullPages
 from ds_runtime.kv.transfer.desk import Desk
 from ds_runtime.kv.transfer.host import HostTransfer
+from ds_runtime.kv.transfer.leases import SOON
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.mesh import Mesh
@@ -97,6 +98,8 @@ def test_pages_come_byte_for_byte_and_answers_are_the_same(model, groups, reques
     there.take(HoldPages(token="h", prompt=PROMPT))
     held = answered(there)
     assert there.counts["pages_held"] == 4 and not held.refused
+    time.sleep(SOON)
+    assert there.busy and there.turn == 50, "a lease that nobody reads yet lets its engine rest"
     here.take(PullPages(token="p", prompt=PROMPT, offer=held.offer))
     pulled = answered(here, there)
     assert (pulled.tokens, pulled.refused) == (64, "")

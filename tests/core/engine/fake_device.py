@@ -237,6 +237,7 @@ class Rig:
         self.launched: list[tuple[StepPlan, StepResult]] = []
         self.plans: list[StepPlan] = []
         self.lent: Callable[[], tuple[list[int], list[int]]] = lambda: ([], [])  # pages, blocks
+        self.stalls: Callable[[], bool] = lambda: False  # pages are lent, and never come back
 
     def _pages(self, count: int, size: int, prefix: bool, snapshots: int | None) -> Pages:
         if not prefix:
@@ -291,7 +292,7 @@ class Rig:
             self.launched.append((plan, self.device.launch(plan)))
             self.plans.append(plan)
         else:
-            assert self.launched or not self.scheduler.has_work, "stuck"
+            assert self.launched or not self.scheduler.has_work or self.stalls(), "stuck"
         if self.launched and (plan is None or len(self.launched) > self.overlap):
             self.receive()
         self.check_pages()
@@ -308,7 +309,8 @@ class Rig:
         while self.scheduler.has_work:
             steps -= 1
             assert steps, "no end in sight"
-            self.step()
+            if self.step() is None and not self.launched and self.stalls():
+                return
 
     def _take(self, message: Tokens) -> None:
         answer = self.answers[message.rid]

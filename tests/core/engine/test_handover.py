@@ -19,7 +19,7 @@ from ds_runtime.kv.transfer import leases
 from ds_runtime.kv.transfer.asked import PagesPulled
 from ds_runtime.kv.transfer.handover import Handover
 from ds_runtime.kv.transfer.host import HostTransfer
-from ds_runtime.kv.transfer.leases import Done, Ended, Offer, Want, longest
+from ds_runtime.kv.transfer.leases import Done, Ended, Leases, Offer, Want, longest
 from ds_runtime.platform.kv_transfer import TransferError
 from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
@@ -48,7 +48,7 @@ class End:
     def __init__(self, name, net, clock, **more) -> None:
         self.rig, self.net, self.clock = toy(**more), net, clock
         self.answers: dict[str, PagesPulled] = {}
-        self.rig.lent = self.lent
+        self.rig.lent, self.rig.stalls = self.lent, self.stalls
         self.start(name)
 
     def start(self, name) -> None:
@@ -59,12 +59,16 @@ class End:
         states = next(len(c) for c in caches.groups[1][1].values())
         self.transfer.register(caches, count, states, TorchPageCopies(CPU))
         settle = lambda: copy_states(caches, pages.snapshots.drain())  # noqa: E731
-        self.handover = Handover(pages, self.transfer, settle, lambda: self.clock[0])
+        self.handover = Handover(Leases(pages, self.transfer, settle, lambda: self.clock[0]))
 
     def lent(self):
         pulls = self.handover._pulls.values()
         pages = [page for pull in pulls for page in pull.local.pages]
         return pages, [block for pull in pulls for block in pull.local.states]
+
+    def stalls(self) -> bool:
+        """Whether a read that cannot be given up keeps pages, until the transfer is dropped."""
+        return self.handover._raised is not None and self.handover.num_coming > 0
 
     def poll(self) -> None:
         for pulled in self.handover.poll():
@@ -515,6 +519,7 @@ def test_whatever_raises_and_when_nothing_is_lost_or_given_twice(data):
         for pulled in end.handover.drop("it broke"):
             assert pulled.token not in end.answers
             end.answers[pulled.token] = pulled
+        end.rig.run()
         end.rig.check_end()
     other = there if end is here else here
     left = [other] if broke or end.handover._raised else [end, other]
@@ -544,7 +549,7 @@ def test_whatever_a_transfer_raises_loses_no_page(ends, monkeypatch, fails):
         here.pull("t", LONG, offer)
     here.rig.check_end()
     if fails == "settle":
-        monkeypatch.setattr(there.handover.leases, "_settle", broken)
+        monkeypatch.setattr(there.handover.leases, "settle", broken)
         with pytest.raises(OSError, match="no memory"):
             there.hold(LONG)
         assert len(there.handover.leases._leases) == 1, "the one that was there"
@@ -574,6 +579,21 @@ def test_any_notice_is_borne(notice):
     here.transfer.notify("there", notice)
     there.poll()
     assert len(there.handover.leases._leases) == 1
+
+
+def test_only_what_moves_is_in_haste(ends):
+    """A lease that nobody reads is looked at now and then: its engine may rest."""
+    here, there = ends
+    there.asked("a", LONG)
+    offer = there.hold(LONG)
+    assert there.handover.moves, "its reader may speak at once"
+    there.clock[0] += leases.SOON
+    assert there.handover.busy and not there.handover.moves
+    here.pull("p", LONG, offer)
+    there.poll()
+    assert here.handover.moves and there.handover.moves
+    settled(here, there)
+    assert here.answers["p"].tokens == 40 and not (here.handover.moves or there.handover.moves)
 
 
 def test_a_lease_has_one_reader(ends):

@@ -73,7 +73,7 @@ def test_all_is_prepared_after_a_while(running):
     deadline = time.monotonic() + 5
     while engine.left >= 0 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert engine.left == -1
+    assert engine.left < 0  # it is asked again at each look for peers
 
 
 def test_nothing_is_prepared_between_requests(running):

@@ -22,6 +22,7 @@ from ds_runtime.kv.prefix import Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.transfer.asked import HoldPages, PagesHeld, PagesPulled, PullPages
 from ds_runtime.kv.transfer.handover import Handover
+from ds_runtime.kv.transfer.leases import Leases
 from ds_runtime.kv.transfer.sockets import SocketTransfer
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.kv_transfer import KvTransfer, TransferError
@@ -82,7 +83,7 @@ class Desk:
     def turn(self) -> int | None:
         """Milliseconds until `poll` is due; None: not before somebody asks. Peers speak when they
         like, and a plugin's transfer has nothing that one could wait for."""
-        if self.busy:
+        if self._asked or (self._handover is not None and self._handover.moves):
             return _BUSY
         return None if self._handover is None else _OPEN
 
@@ -177,7 +178,7 @@ class Desk:
             if snapshots is not None and (noted := snapshots.drain()):
                 rank.move_states(noted)
 
-        return Handover(pages, transfer, settle)
+        return Handover(Leases(pages, transfer, settle))
 
     def _transfer(self, root: bytes) -> KvTransfer:
         """A plugin's, or sockets."""

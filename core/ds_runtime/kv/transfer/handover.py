@@ -11,8 +11,7 @@ raises while a read is under way, `poll` raises: whoever is in the middle of a s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,10 +19,9 @@ import msgspec
 
 from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.prefix import Match, Node, Realm
-from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.transfer.asked import PagesPulled
 from ds_runtime.kv.transfer.leases import Done, Leases, Notices, Offer, Want, longest, tell
-from ds_runtime.platform.kv_transfer import CacheBlocks, KvTransfer, Ticket, TransferError
+from ds_runtime.platform.kv_transfer import CacheBlocks, Ticket, TransferError
 
 
 @dataclass(slots=True, eq=False)
@@ -44,31 +42,27 @@ class _Pull:
 
 
 class Handover:
-    """One engine's end. pages: its pool and prefix cache; transfer: registered already. settle:
-    queues copies of states that are only noted yet. now: a clock, in seconds.
-    """
+    """One engine's end: what it holds for others, and what it pulls itself."""
 
-    def __init__(
-        self,
-        pages: Pages,
-        transfer: KvTransfer,
-        settle: Callable[[], None] = lambda: None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        assert pages.prefix is not None, "there is nothing to hand over without a prefix cache"
-        self._pages, self._prefix, self._transfer = pages, pages.prefix, transfer
-        self._settle, self._now = settle, now
-        self.leases = Leases(pages, transfer, settle, now)
+    def __init__(self, leases: Leases) -> None:
+        self.leases = leases
+        self._pages, self._prefix, self._transfer = leases.pages, leases.prefix, leases.transfer
+        self._settle, self._now = leases.settle, leases.now
         self._raised: Exception | None = None
         self._pulls: dict[str, _Pull] = {}
         self.num_read = 0
         self._ended = list[PagesPulled]()
-        pages.guests = self
+        self._pages.guests = self
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` is to be called soon."""
+        """Whether anything is under way."""
         return bool(self.leases or self._pulls or self._ended or self._raised)
+
+    @property
+    def moves(self) -> bool:
+        """Whether `poll` is to be called at once: a lease that waits for its reader is no haste."""
+        return bool(self._pulls or self._ended or self._raised) or self.leases.is_read
 
     @property
     def num_coming(self) -> int:

@@ -32,6 +32,7 @@ from ds_runtime.platform.kv_transfer import (
 )
 
 LONGEST, PER_PAGE = 300.0, 0.1  # seconds of a pull, and as many more for each page
+SOON = 1.0  # seconds in which a reader most likely speaks
 MOST_LEASES = 1024
 MOST_SECONDS = 3600.0  # of a lease whose reader has not spoken yet, or not since
 
@@ -83,20 +84,24 @@ def tell(transfer: KvTransfer, peer: str, said: Notices) -> None:
 @dataclass(slots=True, eq=False)
 class Lease:
     """node: the deepest of `count` pages, under a reference, so that none of them becomes another.
-    pin: on its snapshot. reader: its name, once it has spoken; last: when it must be done."""
+    pin: on its snapshot. since: when it was made. reader: its name, once it has spoken; last: when
+    it must be done."""
 
     number: int
     node: Node
     count: int
     pin: PinnedBlock | None
     seconds: float
+    since: float
     until: float
     reader: str = ""
     last: float = 0.0
 
 
 class Leases:
-    """Those of one engine. Arguments as of `Handover`."""
+    """Those of one engine. pages: its pool and prefix cache; transfer: registered already. settle:
+    queues copies of states that are only noted yet. now: a clock, in seconds.
+    """
 
     def __init__(
         self,
@@ -106,14 +111,20 @@ class Leases:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         assert pages.prefix is not None, "there is nothing to hand over without a prefix cache"
-        self._pages, self._prefix, self._transfer = pages, pages.prefix, transfer
-        self._settle, self._now = settle, now
+        self.pages, self.prefix, self.transfer = pages, pages.prefix, transfer
+        self.settle, self.now = settle, now
         self._leases: dict[int, Lease] = {}
         self._held = Counter[Node]()  # by how many leases
         self._count = self.num_given = 0
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads now, or was offered pages a moment ago and may begin."""
+        soon = self.now() - SOON
+        return any(lease.reader or lease.since > soon for lease in self._leases.values())
 
     @property
     def num_held(self) -> int:
@@ -124,25 +135,26 @@ class Leases:
         """An offer of what is cached of a prompt. Raises TransferError where nothing is."""
         if not 0 < seconds <= MOST_SECONDS:
             raise TransferError(f"seconds {seconds}: give more than 0 and at most {MOST_SECONDS}")
-        size = self._pages.page_size
+        size = self.pages.page_size
         tokens = tokens[: MOST_BLOCKS * size + 1]
-        found = self._prefix.match(tokens, realm)
+        found = self.prefix.match(tokens, realm)
         if not found.pages:
             raise TransferError("no page of this prompt is cached here: have it computed first")
         *_, key = islice(page_keys(root, tokens, size), len(found.pages))
-        path, said = list(_path(found.node)), self._transfer.describe()
+        path, said = list(_path(found.node)), self.transfer.describe()
         self._check_shares(path)
-        snapshots = self._pages.snapshots
+        snapshots = self.pages.snapshots
         pin = None if snapshots is None else snapshots.pin(found.node)
-        self._prefix.lock(found.node)
+        self.prefix.lock(found.node)
         self._held.update(path)
         self._count += 1
-        lease = Lease(self._count, path[0], len(path), pin, seconds, self._now() + seconds)
+        now = self.now()
+        lease = Lease(self._count, path[0], len(path), pin, seconds, now, now + seconds)
         self._leases[lease.number] = lease
         states = [] if pin is None else [pin.block]
         try:
-            self._settle()  # its reader may look before this engine does anything more
-            self._transfer.expose(CacheBlocks(found.pages, states))
+            self.settle()  # its reader may look before this engine does anything more
+            self.transfer.expose(CacheBlocks(found.pages, states))
         except BaseException:
             self.end(lease)
             raise
@@ -156,13 +168,13 @@ class Leases:
             raise TransferError(f"{MOST_LEASES} prompts are held for others: try again later")
         if not self._leases:
             return
-        most, more = self._pages.pool.num_pages // 2, sum(n not in self._held for n in path)
+        most, more = self.pages.pool.num_pages // 2, sum(n not in self._held for n in path)
         if more and len(self._held) + more > most:
             raise TransferError(
                 f"{len(self._held)} pages are held for others, and with {more} more it were over "
                 f"half of all, {most}: try again once some are read"
             )
-        if (snapshots := self._pages.snapshots) is None or snapshots.is_pinned(path[0]):
+        if (snapshots := self.pages.snapshots) is None or snapshots.is_pinned(path[0]):
             return
         if snapshots.num_pinned >= (most := snapshots.pool.num_pages // 2):
             raise TransferError(
@@ -171,7 +183,7 @@ class Leases:
             )
 
     def wanted(self, peer: str, number: int) -> None:
-        lease, now = self._leases.get(number), self._now()
+        lease, now = self._leases.get(number), self.now()
         if lease is None or lease.reader not in ("", peer):
             return self._tell(peer, Ended(number, whole=False))
         if not lease.reader:
@@ -199,9 +211,9 @@ class Leases:
             self._held[node] -= 1
             if not self._held[node]:
                 del self._held[node]
-        if self._pages.snapshots is not None and lease.pin is not None:
-            self._pages.snapshots.unpin(lease.pin)
-        self._prefix.unlock(lease.node)
+        if self.pages.snapshots is not None and lease.pin is not None:
+            self.pages.snapshots.unpin(lease.pin)
+        self.prefix.unlock(lease.node)
 
     def lose(self, peer: str) -> None:
         """A peer is gone."""
@@ -229,7 +241,7 @@ class Leases:
             self._tell(lease.reader, Ended(lease.number, whole=False))
 
     def _tell(self, peer: str, said: Notices) -> None:
-        tell(self._transfer, peer, said)
+        tell(self.transfer, peer, said)
 
 
 def _path(node: Node) -> Iterator[Node]:
