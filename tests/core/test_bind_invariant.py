@@ -16,7 +16,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import DRAFT
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import decide_all, refusals
-from ds_runtime.ops.contract import Gates, Offers
+from ds_runtime.ops.contract import Gates, Offers, Site
+from ds_runtime.ops.kernel import Layout
 from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
@@ -73,13 +74,45 @@ def test_where_no_layout_is_left_the_error_names_what_is_to_be_built():
         UnsupportedError, match=rf"{fits}cpu\.mla_decode_native: native library not"
     ):
         assemble(config, device="epyc-9755", without=("native",))
-    for flags, op, flag in (
-        ({"disable_mla": True}, "mha_decode", "--disable-mla"),
-        ({"max_loras": 1}, "lora_delta", "--lora and --max-loras"),
+    said = (
+        "no kernel of mha_decode is batch-invariant; leave --disable-mla or --batch-invariant out$"
+    )
+    with pytest.raises(UnsupportedError, match=said):
+        assemble(replace(config, platform="cpu", disable_mla=True))
+
+
+def test_where_no_kernel_of_adapters_is_left_the_error_names_their_flags():
+    site = Site("lora_delta", 0, "o_proj", shape=(32, 16))
+    flags = "leave --lora and --max-loras or --batch-invariant out$"
+    with pytest.raises(UnsupportedError, match=f"no kernel of lora_delta is .*; {flags}"):
+        bind([site], kernel("lora_delta", "fast"), base=INVARIANT)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_adapters_have_kernels_on_cpus(graphs):
+    config = EngineConfig(
+        model="demo", platform="cpu", batch_invariant=True, max_loras=2, disable_graph=not graphs
+    )
+    made = {d.kernel for d in assemble(config).binding.decisions if d.op == "lora_delta"}
+    assert made == {f"cpu.lora_delta_ordered{'_masked' if graphs else ''}"}
+
+
+def test_a_layout_is_not_chosen_for_a_kernel_that_may_not_serve_alone(sites):  # noqa: F811
+    """One for some sizes alone, ranked best, with a layout of its own."""
+    few = own("mla_decode", "few", 30, rows=asking(0, 5), bits="x", layouts={"few.v1"})
+    whole = own("mla_decode", "whole", 20, layouts={"whole.v1"})
+    readers = [site for site in sites if site.op == "mla_decode"][:1]
+    offered = Offers(
+        (few, whole),
+        tuple(Layout(t, 1, "nowhere:allocate", lambda facts: 1) for t in ("few.v1", "whole.v1")),
+        (),
+        frozenset(),
+    )
+    assert decide_all(readers, offered, INVARIANT).layout.tag == "whole.v1"
+    with pytest.raises(
+        UnsupportedError, match=r"few\.mla_decode: serves calls of some sizes alone"
     ):
-        said = f"no kernel of {op} is batch-invariant; leave {flag} or --batch-invariant out$"
-        with pytest.raises(UnsupportedError, match=said):
-            assemble(replace(config, platform="cpu", **flags))
+        decide_all(readers, replace(offered, kernels=(few,)), INVARIANT)
 
 
 def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811

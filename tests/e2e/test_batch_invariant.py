@@ -12,6 +12,9 @@ from functools import cache
 import pytest
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
 
 SETTINGS = {
@@ -136,6 +139,48 @@ def test_two_ranks(dtype, count):
     for way in ({}, {**DRAFTS, "chunked_prefill_size": 13, "max_step_tokens": 29}):
         with LLM("demo", **{**pair, **way}) as llm:
             check_mixes(llm, dtype, -(-count // 2), seed=4 + len(way), own=first)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Two of the demo model, of all but experts and of some modules, as flags."""
+    folder, config = tmp_path_factory.mktemp("adapters"), assemble(EngineConfig(model="demo")).model
+    wanted = {"a": ("proj", 8), "b": (("o_proj", "kv_b_proj", "down_proj"), 5)}
+    for seed, (name, (ends, rank)) in enumerate(wanted.items()):
+
+        def of(module, ends=ends):
+            return module.endswith(ends) and ".mlp.experts." not in module
+
+        write_adapter(folder / name, config, of, seed=seed, rank=rank)
+    return tuple(f"{name}={folder / name}" for name in wanted)
+
+
+@DTYPES
+@FEW_AND_MANY
+@pytest.mark.parametrize(
+    "way", ["chunks", "drafts", "graphs off"], ids=lambda way: way.replace(" ", "-")
+)
+def test_adapters_in_a_batch(adapters, dtype, way, count):
+    """Each request with an adapter or without one, beside requests of all others."""
+    named = [(None, "a", "b")[number % 3] for number in range(REQUESTS)]
+    settings = {**SETTINGS, "dtype": dtype, "lora": adapters}
+
+    def told(llm, numbers):
+        asked = [drawn(number) for number in numbers]
+        prompts, params = zip(*asked, strict=True)
+        names = [named[number] for number in numbers]
+        return llm.generate(list(prompts), list(params), lora=names)
+
+    with LLM("demo", **settings, disable_radix_cache=True) as llm:
+        single = [told(llm, [number])[0] for number in range(REQUESTS)]
+    own = [bits(output.logprobs) for output in single]
+    assert all(own[n] != alone(dtype)[n][0] for n in range(REQUESTS) if named[n])
+    draw = random.Random(len(way))
+    with LLM("demo", **{**settings, **WAYS[way]}) as llm:
+        for _ in range(count):
+            numbers = [draw.randrange(REQUESTS) for _ in range(draw.randint(2, 10))]
+            made = [bits(output.logprobs) for output in told(llm, numbers)]
+            assert made == [own[number] for number in numbers], numbers
 
 
 @DTYPES

@@ -54,7 +54,6 @@ FIRST = {factor: next(iter(levels)) for factor, levels in LEVELS.items()}
 
 
 REFUSED = {  # as docs/support.md calls them
-    (("adapters", "on"), ("bits", "invariant")): ("`--lora`", "`--batch-invariant`"),
     (("bits", "invariant"), ("drafts", "tree")): (
         "`--speculative-eagle-topk`",
         "`--batch-invariant`",

@@ -31,11 +31,6 @@ SHAPES |= {"experts_limited": SHAPES["experts"], "grouped_linear": (1024, 4096)}
 PAGE_SIZE = 64
 APART = (
     (
-        "adapters (`--lora`)",
-        "`--batch-invariant`",
-        "no kernel of `lora_delta` gives a row its own bits yet",
-    ),
-    (
         "trees of drafts (`--speculative-eagle-topk` above 1)",
         "`--batch-invariant`",
         "nodes of a tree lie at other places of the cache than tokens of an answer, and are added "

@@ -312,6 +312,20 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
     ),
     _by_host("lora_delta", "lora:lora_delta", _torch_only),
     cpu.offer("lora_delta", "lora:lora_delta_masked", RANK_PORTABLE, _torch_only),
+    *(
+        cpu.offer(
+            "lora_delta",
+            f"lora:{fn}",
+            rank,
+            _needs_native,
+            batch_invariant=True,
+            graph_safe=safe,
+        )
+        for fn, rank, safe in (
+            ("lora_delta_ordered", RANK_PORTABLE - 1, False),
+            ("lora_delta_ordered_masked", RANK_PORTABLE - 2, True),
+        )
+    ),
 )
 SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("rms_norm", "small:rms_norm"),

@@ -2,6 +2,9 @@
 
 One adapter is two matmuls. Several are the same two over all slots, with a mask between, while the
 rows are few: calls cost more than arithmetic then. Many rows go adapter by adapter.
+
+torch's matmuls choose by the number of rows. Where rows must have bits of their own, the native
+product of router scores serves, which sums each row in one order, in float32.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ds_runtime_cpu.routing import router_logits
 
 _TILE = 32  # columns of a 16-bit row: torch's matmul may read a shorter one beyond its end
 _FEW = 64  # rows
@@ -59,6 +64,36 @@ def _add(y: Tensor, x: Tensor, down: Tensor, up: Tensor, others: Tensor | None =
     if others is not None:
         inner.masked_fill_(others, 0)
     y.add_(torch.matmul(inner, up.to(wide)).transpose(0, 1))  # [rows, groups or 1, out]
+
+
+def lora_delta_ordered(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """LoraDelta, a row's bits by that row alone: adapter by adapter, for the rows of each."""
+    for slot in sorted(set(adapters.tolist()) - {-1}):
+        rows = (adapters == slot).nonzero().squeeze(1)
+        whole = len(rows) == len(adapters)
+        some, given = (y, x) if whole else (y.index_select(0, rows), x.index_select(0, rows))
+        _add_ordered(some, given, a[:, slot], b[:, slot])
+        if not whole:
+            y.index_copy_(0, rows, some)
+
+
+def lora_delta_ordered_masked(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """The same bits without a look at the slots, for recordings: every adapter over all rows."""
+    for slot in range(a.shape[1]):
+        some = y.clone()
+        _add_ordered(some, x, a[:, slot], b[:, slot])
+        y.copy_(torch.where((adapters == slot)[:, None, None], some, y))
+
+
+def _add_ordered(y: Tensor, x: Tensor, down: Tensor, up: Tensor) -> None:
+    """As `_add`, each product by group."""
+    parts = [
+        router_logits(x[:, g % x.shape[1]], down[g % len(down)].float())
+        for g in range(max(x.shape[1], len(down)))
+    ]
+    for g in range(y.shape[1]):
+        more = router_logits(parts[g % len(parts)], up[g % len(up)].float().t())
+        y[:, g] = y[:, g].float() + more  # rounded once
 
 
 def _whole(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

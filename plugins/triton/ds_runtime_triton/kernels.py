@@ -309,7 +309,7 @@ SMALL: tuple[Kernel, ...] = (
     _own("silu_mul", "small:silu_mul"),
     _own("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
     _own("quantize_group", "quant:quantize_group", _converts_fp8, variant="quant:variant"),
-    _offer("lora_delta", "lora:lora_delta"),
+    _own("lora_delta", "lora:lora_delta"),
     _own("mask_logits", "sampling:mask_logits"),
     _own("sample", "sampling:sample"),
     _own("logprobs", "sampling:logprobs"),

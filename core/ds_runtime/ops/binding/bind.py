@@ -135,8 +135,8 @@ class Binder:
         users = [s for s in sites if OPS[s.op].layout == key]
         first = next((s for s in users if OPS[s.op].chooses), users[0])
         why, found = list[str](), sorted({self.facts(site).page_size for site in users})
-        for kernel, site in self._readers(first):
-            if sentence := refusal(kernel, self.facts(site)):
+        for kernel, sentence in self._readers(first):
+            if sentence is not None:
                 why.append(f"{kernel.name}: {sentence}")
                 continue
             for tag in sorted(kernel.layouts & self.layouts.keys()):
@@ -153,18 +153,18 @@ class Binder:
         why = invariant.left(first.op, why) if self.base.batch_invariant else why
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
-    def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
+    def _readers(self, site: Site) -> Iterator[invariant.Verdict]:
         """Kernels for a site in order of preference, of a fusion also those for its parts."""
         kernels, parts = self._options(site)
-        yield from ((kernel, site) for kernel in kernels)
+        yield from _verdicts(kernels, self.facts(site), "")
         for part in parts:
             if OPS[part.op].layout:
-                yield from ((kernel, part) for kernel in self._candidates(part)[0])
+                yield from _verdicts(self._candidates(part)[0], self.facts(part), "")
 
     def _servable(self, site: Site, tag: str) -> bool:
         facts = self.facts(site)
         kernels, parts = self._options(site)
-        if any(refusal(kernel, facts, tag) is None for kernel in kernels):
+        if any(why is None for _, why in _verdicts(kernels, facts, tag)):
             return True
         # The parts of an optional fusion have sites of their own.
         own = OPS[site.op].optional or all(self._servable(part, tag) for part in parts)
@@ -218,9 +218,8 @@ class Binder:
         op = OPS[site.op]
         for name in op.uses if op.optional and op.kind == "function" else ():
             part = _part(site, name)
-            facts = self.facts(part)
-            for kernel in self._candidates(part)[0]:
-                if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
+            for kernel, why in _verdicts(self._candidates(part)[0], self.facts(part), tag):
+                if kernel.rank > fused.rank and why is None:
                     return f"{kernel.name} outranks {fused.name}"
         return ""
 
