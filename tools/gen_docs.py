@@ -201,7 +201,9 @@ def metrics() -> str:
     found = Metrics(
         [
             EngineView(
-                lambda: Stats(compilations={"compiler kernel": 1}), lambda: ready, lambda: True
+                lambda: Stats(compilations={"compiler kernel": 1}, expert_tokens={3: [1]}),
+                lambda: ready,
+                lambda: True,
             )
         ],
         "x",
@@ -254,6 +256,7 @@ TIERS = {
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
     "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
+    "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
 V4 = {
     "text, `--tp`, DP attention": "*ran on* CPUs, *unrun* on other devices",

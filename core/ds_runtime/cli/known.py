@@ -56,6 +56,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-ep-moe": _EVERY_PART,
     "--enable-expert-parallel": _EVERY_PART,
     "--enable-eplb": nothing(_BALANCE),
+    "--enable-expert-distribution-metrics": Spelling(
+        "is --expert-metrics here", {"expert_metrics": "true"}
+    ),
     "--moe-a2a-backend": nothing(
         "rows of all ranks are gathered: no other way is built yet", "one"
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.common.speculation import check as check_speculation
+from ds_runtime.config.cache_size import check_size
 from ds_runtime.config.fields import check_fields, flag_of, setting
 from ds_runtime.config.ranks import check as check_ranks
 from ds_runtime.config.tiers import check_tiers
@@ -94,6 +95,11 @@ class EngineConfig:
         1,
         "parts of the routed experts by number, each on --tp / --ep ranks; 0: as many as --tp",
         least=0,
+    )
+    expert_metrics: bool = setting(
+        False,
+        "count in /metrics how many tokens choose each routed expert of each layer, on the device "
+        "of rank 0",
     )
     nnodes: int = setting(1, "machines that the ranks of --tp are on, as many on each", least=1)
     node_rank: int = setting(
@@ -349,7 +355,7 @@ class EngineConfig:
                 raise ConfigError(f"--fusion {given}: write NAME=on or NAME=off")
             if self.fusions[name] != (state == "on"):
                 raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
-        _fraction(self)
+        check_size(self)
         check_tiers(self)
         check_speculation(self)
         check_ranks(self)
@@ -378,21 +384,6 @@ class EngineConfig:
     def replicas(self) -> int:
         """Engines that one server runs."""
         return 1 if self.enable_dp_attention else self.dp or 1
-
-
-def _fraction(config: EngineConfig) -> None:
-    names = ("mem_fraction_static", "memory_utilization")
-    given = [name for name in names if getattr(config, name) is not None]
-    for name in given:
-        if not 0.0 < (share := getattr(config, name)) <= 1.0:
-            raise ConfigError(
-                f"{flag_of(name)} {share:g}: must be above 0 and at most 1, like 0.88"
-            )
-    given += ["kv_memory"] if config.kv_memory is not None else []
-    if given[1:]:
-        raise ConfigError(
-            f"{flag_of(given[0])}: leave it out, or {flag_of(given[1])}: both size one cache"
-        )
 
 
 def with_changes(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:

@@ -280,6 +280,8 @@ class Engine:
         if (disk := self.disk) is not None:
             stats.disk_written_bytes, stats.disk_read_bytes = disk.bytes_written, disk.bytes_read
             stats.disk_stopped = int(bool(disk.folder.stopped))
+        if (counts := self.runner.model.counts) is not None:
+            stats.expert_tokens = counts.read(now=not self.has_work)
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}

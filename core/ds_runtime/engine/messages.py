@@ -166,7 +166,8 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     rules that wait to be compiled. Of steps with prompts: their number, the prompts' new tokens in
     them, how many carried less of prompts than they could for --max-itl, and of those since their
     cost is known, what they took and were expected to take. `wire_bytes`: what each rank
-    has received from the others, by arithmetic. `compilations`: kernels that were compiled in
+    has received from the others, by arithmetic. `expert_tokens`: by layer, how many tokens chose
+    each routed expert, with --expert-metrics. `compilations`: kernels that were compiled in
     rank 0's process, by "compiler kernel".
     """
 
@@ -215,6 +216,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     prefill_seconds: float = 0.0
     prefill_seconds_expected: float = 0.0
     wire_bytes: float = 0.0
+    expert_tokens: dict[int, list[int]] = {}
     compilations: dict[str, int] = {}
 
 

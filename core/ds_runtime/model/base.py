@@ -49,7 +49,7 @@ class LanguageModel(ABC):
         self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
         self.lm_head = load.head(node.head)
         self.draft_head = load.draft_head(node.head) or self.lm_head
-        self.lora = load.lora
+        self.lora, self.counts = load.lora, load.counts
         self.packed_bytes = load.held_bytes + tables  # all weights, as they are held
         if load.lora is not None:
             self.packed_bytes += load.lora.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.model.expert_counts import count_chosen
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.binding.branch import branch
@@ -67,6 +68,7 @@ class MoeMlp:
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
         self.slots = load.expert_slots(node)
+        self.counts = None if load.counts is None else load.counts.of(node.layer)
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         limit = None if config.hybrid is None else config.hybrid.limit
@@ -85,7 +87,9 @@ class MoeMlp:
             return self._by_number(x, batch, self.slots)
         x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
-        out = self.experts(x, *self._chosen(x, ids), adapters)
+        weights, chosen = self._chosen(x, ids)
+        self._count(chosen[:count], batch)  # behind them are rows of other groups
+        out = self.experts(x, weights, chosen, adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
         return self.exchange.leave(out, batch.order, count)
@@ -104,12 +108,19 @@ class MoeMlp:
             given = self.table[ids]
         return self.ops.route_softplus(logits, self.bias, given, self.routing)
 
+    def _count(self, chosen: Tensor, batch: Batch) -> None:
+        """What this rank's rows chose, if somebody asked for that."""
+        if self.counts is not None:
+            count_chosen(self.counts, chosen[:, : self.routing.top_k], batch.slots)
+
     def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
         """Where this rank has some of the experts: router and shared experts see its own rows,
         and rows of all groups come with their choices. slots: as Loader.expert_slots."""
         exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
-        weights, ids = exchange.enter_choices(*self._chosen(x, batch.input_ids), order)
+        chosen = self._chosen(x, batch.input_ids)
+        self._count(chosen[1], batch)
+        weights, ids = exchange.enter_choices(*chosen, order)
         ids, k = slots[ids], self.routing.top_k
         if self.routing.shared:  # where the first choice of a token is, and nowhere else
             ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)

@@ -203,6 +203,17 @@ class _Engines(Collector):
             "starts of the engine after its first",
             {n: engine.restarts() for n, engine, _ in every},
         )
+        chosen = CounterMetricFamily(
+            "ds_runtime_expert_tokens",
+            "with --expert-metrics tokens that chose a routed expert, of the sequences of rank 0; "
+            "the last layer has those alone whose logits are wanted",
+            labels=["model_name", "engine", "layer", "expert"],
+        )
+        for n, _, stats in every:
+            for layer, counts in stats.expert_tokens.items():
+                for expert, count in enumerate(counts):
+                    chosen.add_metric([self._model, n, str(layer), str(expert)], count)
+        yield chosen
         made = CounterMetricFamily(
             "ds_runtime_kernel_compilations",
             "kernels that were compiled, at the start and later; what comes later delays requests",

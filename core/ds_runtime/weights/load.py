@@ -28,6 +28,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
+from ds_runtime.model.expert_counts import ExpertCounts
 from ds_runtime.model.hybrid.model import HybridModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype
@@ -55,7 +56,10 @@ def load_model(
     Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
     the packed weights would not fit, both before any weight is read.
     """
-    with _loader(assembly, bound, world, device) as load:
+    counts, model = None, assembly.model
+    if assembly.config.expert_metrics and model.experts and world.rank == 0:
+        counts = ExpertCounts(model.experts, device)
+    with _loader(assembly, bound, world, device, counts=counts) as load:
         check_memory(assembly, world.everyone, device, local_rank)
         unread = (*assembly.left_over(), unread_indexers(load.checkpoint, assembly.model))
         for said in filter(None, unread) if progress else ():
@@ -86,13 +90,14 @@ def _loader(
     world: World,
     device: Any,
     nextn: NextN | None = None,
+    counts: ExpertCounts | None = None,
 ) -> Iterator[Loader]:
     """What reads the model, or its draft layer, from its checkpoint, which is open within."""
     quant, lora = quant_of(assembly, nextn), None if nextn else assembly.lora
     checkpoint = _opened(assembly, quant, nextn)
     own = (bound, world, device, torch_dtype(assembly.config.dtype))
     try:
-        load = Loader(assembly.model, quant, checkpoint, *own, lora, nextn)
+        load = Loader(assembly.model, quant, checkpoint, *own, lora, nextn, counts)
         with closing(load):
             yield load
     finally:

@@ -40,6 +40,7 @@ from ds_runtime.description.tree import (
 from ds_runtime.errors import CheckpointError
 from ds_runtime.lora.experts import AdaptedExperts
 from ds_runtime.lora.slots import Delta, LoraSlots
+from ds_runtime.model.expert_counts import ExpertCounts
 from ds_runtime.model.layers import (
     Absorb,
     Embedding,
@@ -86,8 +87,10 @@ class Loader:
         dtype: torch.dtype,
         lora: LoraPlan | None = None,
         nextn: NextN | None = None,
+        counts: ExpertCounts | None = None,
     ) -> None:
-        self.config = config
+        """counts: where layers count the choices of experts."""
+        self.config, self.counts = config, counts
         self.quant = quant
         self.checkpoint = checkpoint
         self.bound = bound

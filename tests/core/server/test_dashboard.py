@@ -124,6 +124,35 @@ def test_the_page_tells_of_host_memory_where_it_is_used(total, said):
     assert dict(found)["Host memory, pages kept / tokens found there"] == said
 
 
+@node
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {3: [5, 0], 4: [1, 4]}, "2.00"),
+        ({3: [5, 0], 4: [1, 4]}, {3: [7, 2], 4: [2, 7]}, "1.50"),
+        ({3: [5, 0]}, {3: [5, 0]}, "–"),
+        ({3: [500, 10]}, {3: [3, 1]}, "1.50"),  # restarted
+        ({}, {}, "–"),
+    ],
+)
+def test_the_page_tells_of_experts_where_they_are_counted(before, now, said):
+    readings = [
+        Metrics([EngineView(lambda s=s: Stats(expert_tokens=s), lambda: None, lambda: True)], "m")
+        for s in (before, now)
+    ]
+    found = run_node(
+        """
+        const { parse } = await import(`${pages}/metrics.js`);
+        const { TILES } = await import(`${pages}/live.js`);
+        const [past, now] = process.argv.slice(1).map(parse), c = { now, last: now, past, dt: 1 };
+        const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
+        console.log(JSON.stringify(all));
+        """,
+        *(metrics.text().decode() for metrics in readings),
+    )
+    assert dict(found)["Busiest expert, times the mean"] == said
+
+
 def _stats():
     return Stats(running=3, generated_tokens=7)
 

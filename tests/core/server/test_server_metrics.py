@@ -96,6 +96,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         host_loaded_bytes=5000,
         host_load_seconds=0.5,
         wire_bytes=2.5e9,
+        expert_tokens={3: [5, 0], 4: [1, 4]},
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -113,6 +114,12 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     assert found["prefix_cache_host_hits_total",] == 16
     assert found["host_loaded_bytes_total",] / found["host_load_seconds_total",] == 10_000
     assert found["received_bytes_per_rank_total",] == 2.5e9
+    chosen = {key[1:]: n for key, n in found.items() if key[0] == "expert_tokens_total"}
+    assert chosen == {
+        (("expert", str(e)), ("layer", str(layer))): n
+        for layer, some in stats.expert_tokens.items()
+        for e, n in enumerate(some)
+    }
     kernels = [dict(key[1:]) for key in found if key[0] == "kernel_info"]
     assert kernels == [  # one per op and kernel, however many the sites
         {"op": "linear", "kernel": "cpu.linear", "provider": "cpu"},
@@ -130,7 +137,7 @@ def fake_ready():
 
 
 def test_no_figure_of_the_engine_is_forgotten():
-    named = {"compilations"}  # has labels of its own
+    named = {"compilations", "expert_tokens"}  # have labels of their own
     assert {field for field, *_ in STATS} | named == set(Stats.__struct_fields__)
 
 

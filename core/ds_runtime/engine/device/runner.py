@@ -323,6 +323,8 @@ class Runner:
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
+        if self.model.counts is not None:
+            self.model.counts.clear()
         shown = self.rank == 0 and not self.programs.late  # else there is nothing to wait for
         self.programs.capture(progress=shown)
 

@@ -23,6 +23,7 @@ export const TILES = [
   ["Host memory, pages kept / tokens found there", host, (v, c) => (v === null ? "–" : found(v, c))],
   ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
+  ["Busiest expert, times the mean", busiest, (v) => (v === null ? "–" : v.toFixed(2))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
 
@@ -56,6 +57,20 @@ function found(kept, c) {
 function received(c) {
   const name = "received_bytes_per_rank_total";
   return read(c.now, name) ? grown(c.now, c.last, name) / c.dt / 1e6 : null;
+}
+
+// Of the layer where it is furthest above the mean; with --expert-metrics.
+function busiest(c) {
+  const name = "expert_tokens_total", key = ({ labels: l }) => `${l.engine} ${l.layer} ${l.expert}`;
+  const old = new Map((c.past[name] ?? []).map((s) => [key(s), s.value])), layers = {};
+  for (const sample of c.now[name] ?? []) {
+    const was = old.get(key(sample)) ?? 0, { value, labels } = sample;
+    const layer = (layers[`${labels.engine} ${labels.layer}`] ??= []);
+    layer.push(value >= was ? value - was : value);
+  }
+  const sum = (list) => list.reduce((a, b) => a + b, 0);
+  const shares = Object.values(layers).filter(sum).map((l) => (Math.max(...l) * l.length) / sum(l));
+  return shares.length ? Math.max(...shares) : null;
 }
 
 function chunk(c) {
