@@ -123,7 +123,7 @@ def test_no_flags_give_the_defaults_and_nothing_explicit(config: type[object]) -
 
 
 def test_every_field_has_a_flag_with_its_help(capsys: Capture) -> None:
-    _, out, _ = run(capsys, "serve", "--help")
+    _, out, _ = run(capsys, "serve", "--help-all")
     flat = " ".join(out.split())
     for f in (*fields(EngineConfig), *fields(ServerConfig)):
         assert "--" + f.name.replace("_", "-") in flat

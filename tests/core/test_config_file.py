@@ -152,7 +152,7 @@ def test_a_plugin_names_settings(
         "acme-dist",
     )
     install(tmp_path / "b", monkeypatch, 'FLAGS = {"--tp": "threads"}', "bad", "bad-dist")
-    assert main(["serve", "--help"]) == 0
+    assert main(["serve", "--help-all"]) == 0
     said = capsys.readouterr()
     assert "--disable-acme-graph" in said.out
     assert "plugin bad is broken: FLAGS: flag '--tp': is taken" in said.err

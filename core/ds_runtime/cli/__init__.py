@@ -111,7 +111,7 @@ def _looks(args: list[str], subcommands: argparse._SubParsersAction[Parser]) -> 
     apart = {"--device", "diff"} if args[:1] == ["plan"] else set()  # of no device that is here
     parser = subcommands.choices.get(args[0]) if args else None
     asks = parser is not None and parser.get_default("looks")
-    return bool(asks) and not named & {"-h", "--help", *apart}
+    return bool(asks) and not named & {"-h", "--help", "--help-all", *apart}
 
 
 def _go_on_without(

@@ -39,7 +39,8 @@ def add_flags(
         flag, options = flag_of(f.name), _options(f, hints[f.name])
         if spaces and options.get("action") is _Extend:
             options["nargs"] = "+"
-        group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)
+        made = group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)
+        made.setting = True  # `cli/help.py` shows the common ones
 
 
 def build(config: type[C], namespace: argparse.Namespace) -> tuple[C, frozenset[str]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ds_runtime.cli.help import add_help_all, short
 from ds_runtime.config.spelling import hyphenated
 
 
@@ -23,6 +24,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        if self.add_help:
+            add_help_all(self)
+
+    def format_help(self) -> str:
+        """The help that fits on a screen; `--help-all` prints the rest."""
+        return short(self, super().format_help())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
