@@ -20,6 +20,7 @@ from ds_runtime.ops import checks
 from ds_runtime.ops.binding.branch import branch
 from ds_runtime.ops.contract import (
     API_VERSION,
+    FP4_KEYS,
     FP8_GROUPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
@@ -163,6 +164,7 @@ __all__ = [
     "API_VERSION",
     "DENSE_EXPERTS",
     "DENSE_ROWS",
+    "FP4_KEYS",
     "FP8_EXPERTS",
     "FP8_GROUPS",
     "FP8_ROWS",

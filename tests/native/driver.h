@@ -48,6 +48,7 @@ namespace driver {
   X(mla_decode)             \
   X(compact_slots)          \
   X(index_prologue)         \
+  X(index_encode)           \
   X(index_scores)           \
   X(index_topk)             \
   X(mha_prefill)            \
@@ -57,6 +58,7 @@ namespace driver {
   X(norm_rope)              \
   X(rope_back)              \
   X(window_rows)            \
+  X(compress_windows)       \
   X(copy)                   \
   X(add)                    \
   X(slots_add)              \

@@ -64,7 +64,7 @@ void index(std::vector<Case>& to, const Shape& s, bool interleaved) {
     Matrix<float> weights(rows, s.heads, s.heads + 1, 1), scores(rows, width, width, 1);
     Matrix<int32_t> chosen(rows, s.k);
     weights.fill(random, NAN);
-    library.index_scores(kept, queries.data, s.heads, s.d, weights.data, weights.ld,
+    library.index_scores(code<T>(), kept, queries.data, s.heads, s.d, weights.data, weights.ld,
                          index.cache->data, s.page, index.table->data, index.table->ld,
                          s.owners.data(), s.lens.data(), scores.data, width, rows);
     for (int64_t r = 0; r < rows; ++r)
@@ -72,6 +72,51 @@ void index(std::vector<Case>& to, const Shape& s, bool interleaved) {
     library.index_topk(scores.data, width, s.lens.data(), s.owners.data(), index.table->data,
                        index.table->ld, s.page, s.k, chosen.data, rows);
     chosen.each([&](int32_t slot) { results.take(float(slot), "index_topk"); });
+  }});
+}
+
+// Queries and keys of one row a token, with and without the Hadamard matrix; then scores of these keys.
+// T: of queries and keys, K: of what is cached.
+template <class T, class K>
+void encoded(std::vector<Case>& to, int64_t tokens, int64_t heads, int64_t d, bool mixed) {
+  to.push_back({"index_encode", [=](const Library& library, Results& results) {
+    constexpr bool packed = std::is_same_v<K, char>, fp8 = std::is_same_v<K, unsigned char>;
+    const int32_t kept = packed ? DS_E2M1 : fp8 ? DS_E4M3 : code<T>();
+    const int64_t page = 3, pages = tokens / page + 1, rope = d / 2;
+    const int64_t key = packed ? d / 2 + d / 32 : d * int64_t(sizeof(K)) + (fp8 ? 4 : 0);
+    Random random(34);
+    Matrix<T> q(tokens * heads, d, d + 3, 1), k(tokens, d, d + 5, 1);
+    Matrix<T> wide(fp8 ? 0 : tokens * heads, d);
+    Matrix<unsigned char> narrow(fp8 ? tokens * heads : 0, d);
+    Matrix<float> angles(7, rope), scale(tokens, heads);
+    Matrix<char> cache(pages, page * key);
+    Matrix<int64_t> positions(1, tokens), slots(1, tokens);
+    q.fill(random, nan<T>());
+    k.fill(random, nan<T>());
+    angles.fill(random, NAN);
+    std::memset(cache.data, 0, size_t(pages * page * key));
+    void* queries = fp8 ? (void*)narrow.data : (void*)wide.data;
+    for (int64_t t = 0; t < tokens; ++t) {
+      positions.at(0, t) = random.below(7);
+      slots.at(0, t) = t % 4 == 1 ? -1 : tokens - 1 - t;
+    }
+    library.index_encode(code<T>(), kept, q.data, heads * q.ld, q.ld, heads, k.data, k.ld, d,
+                         positions.data, angles.data, rope, mixed, cache.data, page, slots.data,
+                         queries, scale.data, tokens);
+    results.take(scale, "index_encode's scale");
+    if (!tokens) return;
+    Matrix<float> weights(1, heads), scores(1, pages * page);
+    Matrix<int32_t> table(1, pages), owners(1, 1), lens(1, 1);
+    weights.fill(random, NAN);
+    for (int64_t i = 0; i < pages; ++i) table.at(0, i) = int32_t(i);
+    owners.at(0, 0) = 0;
+    lens.at(0, 0) = int32_t(tokens);
+    const int32_t asked = fp8 ? DS_E4M3 : code<T>();
+    library.index_scores(asked, kept, queries, heads, d, weights.data, heads, cache.data, page,
+                         table.data, pages, owners.data, lens.data, scores.data, pages * page, 1);
+    // A code may be the next one where a sum differs by a bit: those scores only run.
+    if (!packed && !fp8)
+      for (int64_t t = 0; t < tokens; ++t) results.take(scores.at(0, t), "scores of keys");
   }});
 }
 
@@ -122,6 +167,15 @@ void sparse_cases(std::vector<Case>& to, bool large) {
       index<float, unsigned char>(to, s, interleaved);
       index<Half, Half>(to, s, interleaved);
       index<Half, unsigned char>(to, s, interleaved);
+    }
+  for (const int64_t tokens : {0, 1, 9})
+    for (const bool mixed : {false, true}) {
+      encoded<float, float>(to, tokens, 3, 32, mixed);
+      encoded<float, unsigned char>(to, tokens, 2, 64, mixed);
+      encoded<float, char>(to, tokens, 3, 32, mixed);
+      encoded<Half, Half>(to, tokens, 5, 64, mixed);
+      encoded<Half, unsigned char>(to, tokens, 1, 32, mixed);
+      encoded<Half, char>(to, tokens, 2, 128, mixed);
     }
   for (const bool grouped : {false, true}) {
     chosen<float>(to, 3, 9, 2, 8, grouped);

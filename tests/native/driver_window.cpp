@@ -82,6 +82,40 @@ void window(std::vector<Case>& to, int64_t tokens, int64_t n, bool held) {
                 }});
 }
 
+// A sequence's tokens, another's, padding; then one token more of the first, by the state alone.
+template <class T>
+void compress(std::vector<Case>& to, int64_t tokens, int64_t ratio, int64_t d, bool overlap) {
+  to.push_back({"compress_windows", [=](const Library& library, Results& results) {
+                  Random random(45);
+                  const int64_t width = overlap ? 2 * d : d, rope = 4;
+                  const int64_t entries = (overlap ? 2 : 1) * ratio - 1 + tokens % 2;
+                  Matrix<T> rows(tokens, 2 * width, 2 * width + 3, 1), out(tokens, d), one(1, d);
+                  Matrix<float> ape(ratio, width), weight(1, d), table(40, rope);
+                  Matrix<float> state(2 * entries, 2 * width);
+                  Matrix<int64_t> positions(1, tokens), blocks(1, tokens);
+                  rows.fill(random, nan<T>());
+                  for (Matrix<float>* part : {&ape, &weight, &table, &state})
+                    part->fill(random, 0.0f);
+                  const int64_t first = tokens / 2, second = tokens - tokens / 5;
+                  for (int64_t t = 0; t < tokens; ++t) {
+                    positions.at(0, t) = t < first ? t : 5 + t - first;
+                    blocks.at(0, t) = t < first ? 1 : t < second ? 0 : -1;
+                  }
+                  library.compress_windows(code<T>(), rows.data, rows.ld, ape.data, ratio, width,
+                                           weight.data, 1e-6, positions.data, table.data, rope, 0,
+                                           state.data, entries, blocks.data, out.data, tokens, d);
+                  results.take(out, "compress_windows");
+                  results.take(state, "its state");
+                  if (!tokens) return;
+                  positions.at(0, 0) = 2 * ratio - 1;
+                  blocks.at(0, 0) = 1;
+                  // A code may be the next one where a sum differs by a bit: this one only runs.
+                  library.compress_windows(code<T>(), rows.data, rows.ld, ape.data, ratio, width,
+                                           weight.data, 1e-6, positions.data, table.data, rope, 16,
+                                           state.data, entries, blocks.data, one.data, 1, d);
+                }});
+}
+
 void softplus(std::vector<Case>& to, int64_t tokens, int64_t experts, int64_t top_k, bool given) {
   to.push_back({"route_softplus", [=](const Library& library, Results& results) {
                   Random random(44);
@@ -110,6 +144,10 @@ void of_type(std::vector<Case>& to) {
     streams<T>(to, tokens, 1, 16);
     heads<T>(to, tokens, 3, 50, 6);
     heads<T>(to, tokens, 1, 64, 64);
+    for (const bool overlap : {true, false}) {
+      compress<T>(to, 4 * tokens, 4, 37, overlap);
+      compress<T>(to, 7 * tokens, 3, 32, overlap);
+    }
     for (const bool held : {true, false}) window<T>(to, tokens + 1, tokens, held);
   }
 }

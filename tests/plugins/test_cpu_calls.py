@@ -51,6 +51,7 @@ INTERFACES = {
     11: "15ce354e520dd2bb",
     12: "15ce354e520dd2bb",  # and panel_bytes, which gives a value
     13: "5ed4965102318d87",
+    14: "6e48fafe2af9841e",
 }
 
 

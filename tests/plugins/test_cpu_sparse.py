@@ -4,14 +4,17 @@ any kind, threads."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.ops.reference.attention import scaled
-from ds_runtime_cpu import native, prologue, sparse
+from ds_runtime.ops.reference.attention import index, scaled
+from ds_runtime_cpu import kernels, native, prologue, sparse
+from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan])
@@ -117,3 +120,57 @@ def test_scores_depend_on_no_other_row_and_on_no_thread(dtype, heads, isa):
                 assert torch.equal(alone[0, : lens[r]], whole[r, : lens[r]]), (r, threads)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("isa", native.runnable())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([0.0, -0.0, 0.25, 0.75, 2.5, 5.0, 6.0]), st.floats(-1e30, 1e30)),
+        min_size=1,
+        max_size=96,
+    ),
+    st.sampled_from([1.0, 2.0**-130, 1e-30, 1e5]),
+)
+def test_keys_in_fp4_have_the_bytes_of_the_reference(isa, dtype, values, scale):
+    """Ties, zeros, numbers too small for a scale of their own; nothing is rotated or mixed."""
+    d, table = 96, torch.tensor([[1.0, 0.0]])
+    row = (torch.tensor((values * d)[:d], dtype=torch.float64) * scale).to(dtype)
+    q, k = torch.stack((row, -row.flip(0))).view(1, 2, d), row.view(1, d)
+    caches, where = torch.full((2, 1, 4, d // 2 + d // 32), 7, dtype=torch.int8), torch.tensor([2])
+    at = torch.tensor([0]), table, False
+    want, _ = index.index_encode(q, k, *at, caches[1], where)
+    with native.using(isa):
+        got, made = sparse.index_encode(q, k, *at, caches[0], where)
+    assert torch.equal(caches[0], caches[1])
+    assert got.dtype == dtype and torch.equal(got, want) and torch.equal(made, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("isa", native.runnable())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_fp4_keys_are_those_of_what_the_bytes_stand_for(isa, dtype):
+    torch.manual_seed(8)
+    d, heads, page, seen = 128, 64, 16, 1100
+    keys = torch.randn(seen // page + 1, page, d) * torch.logspace(-8, 8, page)[:, None]
+    cache, table = index.pack_fp4(keys), torch.arange(len(keys), dtype=torch.int32).view(1, -1)
+    q, weights = torch.randn(2, heads, d).to(dtype), torch.randn(2, heads)
+    lens, owners = torch.tensor([seen, 3], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with native.using(isa):
+        found = sparse.index_scores(q, weights, cache, table, owners, lens)
+    held = index.read_fp4(cache).flatten(0, 1).double()
+    dots = torch.relu(torch.einsum("rhd,td->rht", q.double(), held))
+    want = torch.einsum("rht,rh->rt", dots, weights.double())
+    size = torch.einsum("rht,rh->rt", dots, weights.double().abs()).clamp(min=1e-30)
+    for r, n in enumerate(lens.tolist()):
+        assert ((found[r, :n] - want[r, :n]).abs() / size[r, :n]).max() < 1e-5
+
+
+def test_who_refuses_keys_in_fp4_says_which_flag_brought_them():
+    """Another remedy than that for other dtypes of keys."""
+    (prologue,) = (k for k in kernels.OFFERS if k.op.name == "index_prologue")
+    facts = facts_for(CpuPlatform().info(), "bfloat16", kv_dtype="float4_e2m1fn_x2")
+    said = str(prologue.refuse(facts))
+    assert said.endswith(": leave --trained-rounding out") and "float4" in said
+    said = str(prologue.refuse(replace(facts, index_dtype="float16")))
+    assert said.endswith(": pass --index-cache-dtype auto")

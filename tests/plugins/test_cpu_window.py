@@ -1,4 +1,4 @@
-"""Native attention over a window, streams and choices by the root of softplus.
+"""Native attention over a window, its compressed entries, streams, choices by the root of softplus.
 
 Every instruction set that runs here, against the references in float64; bits depend on no thread.
 """
@@ -132,3 +132,64 @@ def test_choices_of_many_experts_and_scores_of_every_size(isa):
             if chosen is not None:
                 torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-7)
             assert weights.sum(1) == pytest.approx([2.5] * 5, rel=1e-5)
+
+
+def windows(draw, dtype=torch.float32):
+    """Arguments of compress_windows, for two sequences from any position on and some padding."""
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    ratio, overlap = draw(st.sampled_from([1, 2, 4, 7, 128])), draw(st.booleans())
+    half, counts = draw(st.integers(1, 40)), draw(st.lists(st.integers(0, 300), max_size=2))
+    d, spans = 2 * half, [(draw(st.integers(0, 300)), count) for count in counts]
+    width, padding = d * (1 + overlap), draw(st.integers(0, 3))
+    positions = [p for first, count in spans for p in range(first, first + count)] + [0] * padding
+    blocks = [2 - i for i, (_, count) in enumerate(spans) for _ in range(count)] + [-1] * padding
+    rows = torch.randn(len(positions), 2 * width + 3, generator=seed)[:, 1 : 2 * width + 1]
+    rows = (rows * draw(st.sampled_from([1.0, 30.0]))).to(dtype)
+    entries = ratio * (1 + overlap) - 1 + draw(st.integers(0, 3)) or 1
+    state = torch.randn(3, entries, 2 * width, generator=seed)
+    weights = torch.randn(ratio, width, generator=seed), torch.randn(d, generator=seed)
+    turned = 2 * draw(st.integers(1, half))
+    angles = torch.rand(700, turned // 2, generator=seed) * 7
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    at = torch.tensor(positions, dtype=torch.int64), torch.tensor(blocks, dtype=torch.int64)
+    return [rows, *weights, 1e-6, at[0], table, 0, state, at[1]]
+
+
+@every_isa
+@fuzz
+@given(st.data())
+def test_entries(isa, data):
+    """Windows that close within a call, across calls and in front of position 0."""
+    args = windows(data.draw)
+    wide = doubled(args)
+    want = wide_window.compress_windows(*wide)
+    with native.using(isa):
+        got = window.compress_windows(*args)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(args[7].double(), wide[7], rtol=1e-6, atol=1e-5)
+
+
+@every_isa
+@fuzz
+@given(st.data())
+def test_bits_of_entries_depend_on_no_chunk_and_no_thread(isa, data):
+    """A call of all rows, and calls of a few each, by other threads."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    args = windows(data.draw, dtype)
+    args[6] = data.draw(st.sampled_from([0, 16]))
+    rows, positions, state, blocks = args[0], args[4], args[7], args[8]
+    step, threads = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
+    before, other = torch.get_num_threads(), state.clone()
+    with native.using(isa):
+        whole = window.compress_windows(*args)
+        made = [whole[:0]]
+        try:
+            torch.set_num_threads(threads)
+            for i in range(0, len(rows), step):
+                some = slice(i, i + step)
+                part = rows[some], *args[1:4], positions[some], *args[5:7], other, blocks[some]
+                made.append(window.compress_windows(*part))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(torch.cat(made), whole)
+    assert torch.equal(other, state)

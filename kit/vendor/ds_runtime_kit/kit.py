@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, Kernel, Offers
+from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, DeviceInfo, Dims, Facts, Kernel, Offers
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend
@@ -34,7 +34,7 @@ from ds_runtime_kit.checks.rewrap import weight_variants
 DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 USES_CACHE = frozenset(n for n, op in OPS.items() if op.layout)
-_KV_KINDS = {"": (), "kv": (FP8, FP8_GROUPS), "index": (FP8,)}  # beside the compute dtype
+_KV_KINDS = {"": (), "kv": (FP8, FP8_GROUPS), "index": (FP8, FP4_KEYS)}  # beside the compute dtype
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Subject:
     width: str = "small"
 
     def __str__(self) -> str:
-        dtypes = "-".join(dict.fromkeys((self.facts.dtype, self.facts.kv_dtype)))
+        packed = self.facts.index_dtype == FP4_KEYS
+        kept = self.facts.index_dtype if packed else self.facts.kv_dtype
+        dtypes = "-".join(dict.fromkeys((self.facts.dtype, kept)))
         return f"{self.kernel.op.name}-{self.kernel.name}-{dtypes}-{self.width}"
 
 
@@ -74,7 +76,7 @@ def subjects(
     """Every kernel offered for the device (by some providers) under every kind of facts."""
     for name, width in WIDTHS.items():
         for dtype in DTYPES:
-            for kv_dtype in (dtype, FP8, FP8_GROUPS):
+            for kv_dtype in (dtype, FP8, FP8_GROUPS, FP4_KEYS):
                 facts = facts_for(device, dtype, width.dims, width.page_size, kv_dtype)
                 offers = plugins.offers(replace(facts, batch_invariant=True))  # all that there is
                 for kernel in offers.kernels:

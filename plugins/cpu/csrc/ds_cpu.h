@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 13
+#define DS_CPU_ABI 14
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -17,9 +17,9 @@
 #define DS_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// The last two for caches only; DS_GROUPED is latent_fp8_groups, whose token is the latent in e4m3, a
-// float32 scale per 128 of it and the rotated key in bfloat16.
-enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1, DS_E4M3 = 2, DS_GROUPED = 3 };
+// The last three for caches only; DS_GROUPED is latent_fp8_groups, whose token is the latent in e4m3, a
+// float32 scale per 128 of it and the rotated key in bfloat16; DS_E2M1 are index keys in FP4 (e2m1.h).
+enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1, DS_E4M3 = 2, DS_GROUPED = 3, DS_E2M1 = 4 };
 enum DsRouting : int32_t { DS_GREEDY = 0, DS_GROUP_LIMITED = 1, DS_NOAUX_TC = 2 };
 enum DsFormat : int32_t {  // of packed weights
   DS_DENSE = 0,  // the dtype of the activations
@@ -183,6 +183,14 @@ DS_EXPORT void ds_cpu_norm_rope(int32_t dtype, const void* x, int64_t stride_row
 DS_EXPORT void ds_cpu_rope_back(int32_t dtype, const void* x, int64_t stride_row,
                                 int64_t stride_head, const int64_t* positions, const float* cos_sin,
                                 void* out, int64_t rows, int64_t heads, int64_t d, int64_t rope);
+// Rows [tokens, 2 * width] at ld, values and scores, to entries out [tokens, d <= 2048], as the
+// contract CompressWindows says: width is d, or 2 * d of overlapping windows; ape [ratio, width],
+// state [.., entries, 2 * width].
+DS_EXPORT void ds_cpu_compress_windows(int32_t dtype, const void* rows, int64_t ld, const float* ape,
+                                       int64_t ratio, int64_t width, const float* norm_weight,
+                                       double eps, const int64_t* positions, const float* cos_sin,
+                                       int64_t rope, int64_t group, float* state, int64_t entries,
+                                       const int64_t* blocks, void* out, int64_t tokens, int64_t d);
 // What a sublayer reads of n <= 8 streams x [tokens, n, d]; m [tokens, n * (2 + n)] is their product
 // with fn, as the contract HcPre says. out [tokens, d], post [tokens, n], mix [tokens, n, n]. mix null:
 // m [tokens, n], and only out is made.
@@ -216,14 +224,23 @@ DS_EXPORT void ds_cpu_index_prologue(int32_t dtype, int32_t index_dtype, const v
                                      const float* cos_sin, int64_t rope, int32_t interleaved,
                                      void* cache, int64_t page_size, const int64_t* slots,
                                      void* queries, float* scale, int64_t rows);
+// As index_prologue, of keys that are normed and rotated: queries are rotated in their last `rope`
+// dimensions, as pairs; both are multiplied by the Hadamard matrix if `mixed`, where d is a power of
+// two. index_dtype may be e2m1: queries come in dtype then, rounded, d a multiple of 32.
+DS_EXPORT void ds_cpu_index_encode(int32_t dtype, int32_t index_dtype, const void* q, int64_t q_row,
+                                   int64_t q_head, int64_t heads, const void* k, int64_t k_row,
+                                   int64_t d, const int64_t* positions, const float* cos_sin,
+                                   int64_t rope, int32_t mixed, void* cache, int64_t page_size,
+                                   const int64_t* slots, void* queries, float* scale, int64_t rows);
 // out [rows, width] at columns [0, lens[r]): key scale times the sum over heads of relu(q . k) times
-// weights [rows, heads]; what is behind means nothing. q [rows, heads, d] contiguous, the cache as
-// above, through pages + owners[r] * max_pages; owners do not fall.
-DS_EXPORT void ds_cpu_index_scores(int32_t index_dtype, const void* q, int64_t heads, int64_t d,
-                                   const float* weights, int64_t ld_weights, const void* cache,
-                                   int64_t page_size, const int32_t* pages, int64_t max_pages,
-                                   const int32_t* owners, const int32_t* lens, float* out,
-                                   int64_t width, int64_t rows);
+// weights [rows, heads]; what is behind means nothing. q [rows, heads, d] contiguous in dtype, which
+// is that of the cache if this is not e2m1, the cache as above, through pages + owners[r] * max_pages;
+// owners do not fall.
+DS_EXPORT void ds_cpu_index_scores(int32_t dtype, int32_t index_dtype, const void* q,
+                                   int64_t heads, int64_t d, const float* weights,
+                                   int64_t ld_weights, const void* cache, int64_t page_size,
+                                   const int32_t* pages, int64_t max_pages, const int32_t* owners,
+                                   const int32_t* lens, float* out, int64_t width, int64_t rows);
 // slots [rows, k]: where the k best of scores[r, :lens[r]] lie, of equal ones the first, by rising
 // token; all and then -1 where a row sees fewer.
 DS_EXPORT void ds_cpu_index_topk(const float* scores, int64_t ld, const int32_t* lens,

@@ -1,8 +1,9 @@
 // Between the indexer's projections and its scores: norm of the key, rotation, Hadamard, encoding and
-// cache write.
+// cache write. DeepSeek-V4's keys come normed and rotated.
 #include "ds_cpu.h"
-#include "fp8_scale.h"
+#include "e2m1.h"
 #include "hadamard.h"
+#include "heads.h"
 #include "parallel.h"
 
 namespace ds {
@@ -75,11 +76,23 @@ float encode(float* x, e4m3* to, int64_t n) {
   store_e4m3(x, to, n);
   return scale;
 }
+// Queries, which stay in their dtype; keys in FP4 have no scale beside them.
+template <class T>
+float encode_as(e2m1, float* x, void* to, int64_t at, int64_t n) {
+  round_e2m1(x, (T*)to + at, n);
+  return 1.0f;
+}
+template <class T, class K>
+float encode_as(K, float* x, void* to, int64_t at, int64_t n) {
+  return encode(x, (K*)to + at, n);
+}
 
 // The key of `slot`; in e4m3 a page has its keys first and then their scales.
 template <class K>
 void store_key(float* x, const Call& call, int64_t slot) {
-  if constexpr (sizeof(K) > 1) {
+  if constexpr (std::is_same_v<K, e2m1>) {
+    store_e2m1(x, (uint8_t*)call.cache + slot * e2m1_bytes(call.d), call.d);
+  } else if constexpr (sizeof(K) > 1) {
     encode(x, (K*)call.cache + slot * call.d, call.d);
   } else {
     const int64_t page = slot / call.page_size, row = slot % call.page_size;
@@ -111,6 +124,29 @@ void index_prologue(const Call& call) {
   });
 }
 
+template <class T, class K>
+void index_encode(const Call& call, bool mixed) {
+  const int64_t d = call.d, bytes = call.rows * (call.heads + 1) * d * 16;
+  const float size = float(1.0 / std::sqrt(double(d)));
+  parallel(call.rows, 1, bytes, [&](int64_t begin, int64_t end) {
+    alignas(64) float x[MOST];
+    for (int64_t r = begin; r < end; ++r) {
+      const float* angles = call.cos_sin + call.positions[r] * call.rope;
+      for (int64_t h = 0; h < call.heads; ++h) {
+        widen<T>(call.q, r * call.q_row + h * call.q_head, x, d);
+        turn(x, d, angles, call.rope, false);
+        if (mixed) hadamard(x, d, size);
+        const int64_t at = r * call.heads + h;
+        call.scale[at] = encode_as<T>(K{}, x, call.queries, at * d, d);
+      }
+      if (call.slots[r] < 0) continue;
+      widen<T>(call.k, r * call.k_row, x, d);
+      if (mixed) hadamard(x, d, size);
+      store_key<K>(x, call, call.slots[r]);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace ds
 
@@ -129,4 +165,22 @@ void ds_cpu_index_prologue(int32_t dtype, int32_t index_dtype, const void* q, in
     (index_dtype == DS_E4M3 ? index_prologue<float, e4m3> : index_prologue<float, float>)(call);
   else
     (index_dtype == DS_E4M3 ? index_prologue<bf16, e4m3> : index_prologue<bf16, bf16>)(call);
+}
+
+void ds_cpu_index_encode(int32_t dtype, int32_t index_dtype, const void* q, int64_t q_row,
+                         int64_t q_head, int64_t heads, const void* k, int64_t k_row, int64_t d,
+                         const int64_t* positions, const float* cos_sin, int64_t rope,
+                         int32_t mixed, void* cache, int64_t page_size, const int64_t* slots,
+                         void* queries, float* scale, int64_t rows) {
+  const Call call{q,   q_row,     q_head,  heads, k,    k_row, d,         nullptr, nullptr,
+                  0.0, positions, cos_sin, rope,  true, cache, page_size, slots,   queries,
+                  scale, rows};
+  if (dtype == DS_F32)
+    (index_dtype == DS_E4M3   ? index_encode<float, e4m3>
+     : index_dtype == DS_E2M1 ? index_encode<float, e2m1>
+                              : index_encode<float, float>)(call, mixed != 0);
+  else
+    (index_dtype == DS_E4M3   ? index_encode<bf16, e4m3>
+     : index_dtype == DS_E2M1 ? index_encode<bf16, e2m1>
+                              : index_encode<bf16, bf16>)(call, mixed != 0);
 }

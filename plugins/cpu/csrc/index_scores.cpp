@@ -3,6 +3,7 @@
 // Rows of one sequence share its keys: a unit is a few of them, whose heads fill the lanes, over a
 // range of keys. Every score is summed in one order, whatever else is computed with it.
 #include "ds_cpu.h"
+#include "e2m1.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "scores_amx.h"
@@ -138,12 +139,20 @@ void add_up(const Call& call, const Unit& u, const Desk<C>& desk, int64_t padded
   }
 }
 
-template <class K, class C>
+// Elements of a key in a page, and bytes of its scale behind all keys of the page.
+template <class K>
+int64_t key_size(int64_t d) {
+  return std::is_same_v<K, e2m1> ? e2m1_bytes(d) : d;
+}
+template <class K>
+constexpr int64_t SCALE_BYTES = std::is_same_v<K, e4m3> ? 4 : 0;
+
+template <class Q, class K, class C>
 void score(const Call& call, const Unit& u, void* memory) {
   Arena arena(memory);
   const Desk<C> desk(arena, call);
   const int64_t lanes = u.rows * call.heads, padded = up_to(lanes, F::W);
-  const K* first = (const K*)call.q + u.row * call.heads * call.d;
+  const Q* first = (const Q*)call.q + u.row * call.heads * call.d;
   widen_row(first, desk.wide, lanes * call.d);
   auto query = [&](int64_t m) { return (const C*)desk.wide + m * call.d; };
   pack_queries<C, C>(query, lanes, padded, call.d, desk.words, desk.queries);
@@ -153,9 +162,10 @@ void score(const Call& call, const Unit& u, void* memory) {
                 size_t(call.heads) * sizeof(float));
   const MatrixUnit matrix;
 
-  constexpr int64_t EXTRA = sizeof(K) > 1 ? 0 : 4;  // bytes of a key's scale
+  constexpr int64_t EXTRA = SCALE_BYTES<K>;
+  const int64_t size = key_size<K>(call.d);
   const int32_t* pages = call.pages + call.owners[u.row] * call.max_pages;
-  const int64_t page_bytes = call.page_size * (call.d * int64_t(sizeof(K)) + EXTRA);
+  const int64_t page_bytes = call.page_size * (size * int64_t(sizeof(K)) + EXTRA);
   const K* rows[KEYS];
   const C* wide[KEYS];
   float scales[KEYS];
@@ -164,9 +174,9 @@ void score(const Call& call, const Unit& u, void* memory) {
     int64_t page = k0 / call.page_size, row = k0 % call.page_size;
     for (int j = 0; j < count; ++j) {
       const char* base = (const char*)call.cache + pages[page] * page_bytes;
-      rows[j] = (const K*)base + row * call.d;
+      rows[j] = (const K*)base + row * size;
       scales[j] = 1.0f;
-      if (EXTRA) std::memcpy(scales + j, base + call.page_size * call.d + row * EXTRA, 4);
+      if (EXTRA) std::memcpy(scales + j, base + call.page_size * size + row * EXTRA, 4);
       if (++row == call.page_size) row = 0, ++page;
     }
     const C* const* keys = rows_as<C>(rows, count, call.d, desk.keys, wide);
@@ -175,7 +185,7 @@ void score(const Call& call, const Unit& u, void* memory) {
   }
 }
 
-template <class K, class C>
+template <class Q, class K, class C>
 void index_scores(const Call& call) {
   const Scratch scratch(Memory<C>(nullptr, call).needed());
   const Memory<C> memory(scratch.data(), call);
@@ -185,7 +195,7 @@ void index_scores(const Call& call) {
     cost += (u.last - u.first) * call.d * (int64_t(sizeof(K)) + u.rows * call.heads / 8);
   });
   parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
-    score<K, C>(call, memory.units[i], memory.desks + thread * memory.desk);
+    score<Q, K, C>(call, memory.units[i], memory.desks + thread * memory.desk);
   });
 }
 
@@ -194,14 +204,17 @@ void index_scores(const Call& call) {
 
 using namespace ds;
 
-void ds_cpu_index_scores(int32_t index_dtype, const void* q, int64_t heads, int64_t d,
-                         const float* weights, int64_t ld_weights, const void* cache,
+void ds_cpu_index_scores(int32_t dtype, int32_t index_dtype, const void* q, int64_t heads,
+                         int64_t d, const float* weights, int64_t ld_weights, const void* cache,
                          int64_t page_size, const int32_t* pages, int64_t max_pages,
                          const int32_t* owners, const int32_t* lens, float* out, int64_t width,
                          int64_t rows) {
   const Call call{q,         heads,  d,    weights, ld_weights, cache, page_size, pages,
                   max_pages, owners, lens, out,     width,      rows};
-  (index_dtype == DS_F32    ? index_scores<float, float>
-   : index_dtype == DS_BF16 ? index_scores<bf16, Bf16Math>
-                            : index_scores<e4m3, Bf16Math>)(call);
+  if (index_dtype == DS_E2M1)
+    return (dtype == DS_F32 ? index_scores<float, e2m1, float>
+                            : index_scores<bf16, e2m1, Bf16Math>)(call);
+  (index_dtype == DS_F32    ? index_scores<float, float, float>
+   : index_dtype == DS_BF16 ? index_scores<bf16, bf16, Bf16Math>
+                            : index_scores<e4m3, e4m3, Bf16Math>)(call);
 }

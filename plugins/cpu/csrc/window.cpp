@@ -1,39 +1,11 @@
 // What stands around attention over a window and compressed entries: norms and rotations of heads, and
 // the rows that a token sees, gathered for mla_decode.cpp.
-#include "cache.h"
 #include "ds_cpu.h"
-#include "norm.h"
+#include "heads.h"
 #include "parallel.h"
-#include "rope.h"
 
 namespace ds {
 namespace {
-
-constexpr int64_t MOST = 2048;  // dims of a head
-
-// The last r dims of y [d] by the angles of one row of a table [.., r], or by minus these.
-inline void turn(float* y, int64_t d, const float* table, int64_t r, bool back) {
-  for (int64_t i = 0; i < r / 2; ++i) {
-    float *a = y + d - r + 2 * i, sin = table[r / 2 + i];
-    const float cos = table[i], x = a[0], z = a[1];
-    sin = back ? -sin : sin;
-    a[0] = x * cos - z * sin;
-    a[1] = z * cos + x * sin;
-  }
-}
-
-// As e4m3 times a power of two for each group of so many.
-inline void round_groups(float* y, int64_t n, int64_t group) {
-  for (int64_t i = 0; i < n; i += group) {
-    const int64_t m = n - i < group ? n - i : group;
-    const float scale = group_scale(y + i, m, true);
-    e4m3 codes[MOST];
-    for (int64_t j = 0; j < m; ++j) y[i + j] /= scale;
-    store_e4m3(y + i, codes, m);
-    widen_row(codes, y + i, m);
-    for (int64_t j = 0; j < m; ++j) y[i + j] *= scale;
-  }
-}
 
 struct Heads {
   int64_t stride_row, stride_head;
@@ -45,15 +17,12 @@ struct Heads {
   template <class T, class Body>
   void each(const void* x, void* out, Body body) const {
     parallel(rows * heads, 1, 4 * rows * heads * d * int64_t(sizeof(T)), [&](int64_t i, int64_t end) {
-      alignas(64) float y[MOST];
+      alignas(64) float y[MOST_DIMS];
       for (; i < end; ++i) {
         const T* from = (const T*)x + i / heads * stride_row + i % heads * stride_head;
         widen_row(from, y, d);
         body(y, i / heads);
-        T* to = (T*)out + i * d;
-        int64_t c = 0;
-        for (; c + F::W <= d; c += F::W) F::load(y + c).store(to + c);
-        for (; c < d; ++c) put(to + c, y[c]);
+        put_all(y, (T*)out + i * d, d);
       }
     });
   }
@@ -64,10 +33,7 @@ void norm_rope(const Heads& all, const void* x, const float* weight, double eps,
                void* out) {
   const int64_t d = all.d, r = all.r;
   all.each<T>(x, out, [&](float* y, int64_t row) {
-    const float scale = float(1.0 / std::sqrt(double(mean_square(y, d)) + eps));
-    for (int64_t c = 0; c < d; ++c) y[c] *= weight ? scale * weight[c] : scale;
-    turn(y, d, all.table + all.positions[row] * r, r, false);
-    if (group > 0) round_groups(y, d - r, group);
+    norm_turn(y, d, weight, eps, all.table + all.positions[row] * r, r, group);
   });
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from ds_runtime.api import (
+    FP4_KEYS,
     FP8_GROUPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
@@ -78,13 +79,25 @@ def _scaled(facts: Facts) -> str | None:
 def _index(facts: Facts) -> str | None:
     if facts.index_dtype not in (facts.dtype, "float8_e4m3fn"):
         said = f"knows index keys of {facts.dtype} or float8_e4m3fn, not {facts.index_dtype}"
-        fp4 = facts.index_dtype.startswith("float4")
+        fp4 = facts.index_dtype == FP4_KEYS
         remedy = "leave --trained-rounding out" if fp4 else "pass --index-cache-dtype auto"
         return Fixable(said, remedy)
+    return _index_dim(facts)
+
+
+def _index_dim(facts: Facts) -> str | None:
     dim = facts.dims["index_dim"]
     if dim > _MAX_INDEX or dim & (dim - 1):
         return f"rotates index keys of a power of two up to {_MAX_INDEX}, not {dim}"
     return None
+
+
+def _index_keys(facts: Facts) -> str | None:
+    """As `_index`, and keys in FP4, which 32 share a scale of."""
+    if facts.index_dtype != FP4_KEYS:
+        return _index(facts)
+    dim = facts.dims["index_dim"]
+    return f"index_head_dim {dim} is no multiple of 32" if dim % 32 else _index_dim(facts)
 
 
 def _experts(facts: Facts) -> str | None:
@@ -148,6 +161,7 @@ _needs_native = gates(_torch_only, _library)
 _native_cache = gates(_kv_dtype, _needs_native)
 _native_scaled = gates(_scaled, _needs_native)
 _native_index = gates(_index, _needs_native)
+_native_keys = gates(_index_keys, _needs_native)
 _native_route = gates(_experts, _needs_native)
 _native_heads = gates(_head, _needs_native)
 _native_streams = gates(_streams, _needs_native)
@@ -246,8 +260,15 @@ ATTENTION: tuple[Kernel, ...] = (
     ),
     _by_row("norm_rope", "window:norm_rope", _native_heads),
     _by_row("rope_back", "window:rope_back", _native_heads),
+    _native(
+        "compress_windows",
+        "window:compress_windows",
+        _native_heads,
+        footprint=Footprint(workspace=_nothing),
+    ),
     _in_order("index_prologue", "sparse:index_prologue", _native_index),
-    _in_order("index_scores", "sparse:index_scores", _native_index),
+    _by_row("index_encode", "sparse:index_encode", _native_keys),
+    _in_order("index_scores", "sparse:index_scores", _native_keys),
     _in_order("index_topk", "sparse:index_topk"),
     _in_order("sparse_prefill", "sparse:sparse_mla", _native_cache),
     _in_order("sparse_decode", "sparse:sparse_mla", _native_cache),
@@ -304,6 +325,16 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
     ),
     _in_order("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
     _in_order("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
+    _panels(
+        "grouped_linear",
+        "linear:grouped_linear",
+        batch_invariant=True,
+        footprint=Footprint(workspace=_nothing, reads=_reads),
+    ),
+    *(
+        _in_order("grouped_linear", f"linear:grouped_linear_{name}", formats={form}, note=_A8)
+        for name, form in (("int8", "int8_channel"), ("int4", "int4_group"))
+    ),
     cpu.offer(
         "linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn, formats=_FORMATS, note=_FP8
     ),

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import Facts, Packed, Weight
-from ds_runtime_cpu.panels import Form, Matmul, pack_weight
+from ds_runtime_cpu.native import calls
+from ds_runtime_cpu.panels import COLUMNS, Form, Matmul, pack_weight
+from ds_runtime_cpu.small import CODE, in_rows
 
 # oneDNN packs for an expected number of rows; measured, 16 is as good as the best for any.
 _EXPECTED_ROWS = 16
@@ -107,6 +109,82 @@ class LinearInt4(LinearNative):
     formats = ("int4_group",)
 
 
+class _Groups:
+    """Products of groups of columns with rows of their own, out of the panels of the whole weight.
+
+    Where a group's rows begin within a panel, that panel's columns in front of them are computed
+    as well. They are the end of the group in front, which is written later.
+    """
+
+    def __init__(self, form: Form, panels: Tensor, n: int, k: int, groups: int) -> None:
+        out, size = n // groups, form.nbytes(COLUMNS, k)
+        whole = out % COLUMNS == 0
+        kinds, self._n = (form.code, CODE[form.dtype]), n
+        first = [0] if whole else [g * out // COLUMNS for g in range(groups)]
+        self._calls = [
+            calls().bound(
+                "linear",
+                *(*kinds, None, None, None, panels.data_ptr() + at * size, form.group),
+                *(None, n, out, groups if whole else 1, None),
+                *(out if whole else (g + 1) * out - at * COLUMNS, k),
+            )
+            for g, at in enumerate(first)
+        ]
+        self._columns = [at * COLUMNS * form.dtype.itemsize for at in first]  # bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, groups, k] → [tokens, groups · out], new."""
+        x = in_rows(x)
+        out = x.new_empty(x.shape[0], self._n)
+        by_row, by_group, _ = x.stride()
+        for g in reversed(range(len(self._calls))):
+            source = x.data_ptr() + g * by_group * x.element_size()
+            to = out.data_ptr() + self._columns[g]
+            self._calls[g](source, by_row, by_group, to, x.shape[0])
+        return out
+
+
+class GroupedNative(LinearNative):
+    """Panels in the format of the weight, as of `linear`. How many groups there are is the input's
+    to say: what is settled for a number of them is kept."""
+
+    tag = "cpu.grouped_linear"
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        weight.expect(self.formats, self.tag)
+        form, panels = pack_weight(weight, self.dtype)
+        tensors = {"weight": panels, "form": form, "groups": dict[int, _Groups]()}
+        return Packed(self.tag, weight.shape, tensors, panels.nbytes, restore=_from_panels)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        groups = x.shape[1]
+        products: dict[int, _Groups] = packed.tensors["groups"]
+        if groups not in products:
+            form, panels = packed.tensors["form"], packed.tensors["weight"]
+            n, k = packed.shape
+            products[groups] = _Groups(form, panels, n, k, groups)
+        return products[groups](x)
+
+
+class GroupedPanels(GroupedNative):
+    """Activations as they are."""
+
+    formats = LinearPanels.formats
+
+
+class GroupedInt8(GroupedNative):
+    """Activations in 8 bits, rounded per token and group of columns."""
+
+    formats = LinearInt8.formats
+
+
+class GroupedInt4(GroupedNative):
+    """Activations in 8 bits, rounded per token and group of the weight's."""
+
+    formats = LinearInt4.formats
+
+
 def _from_panels(packed: Packed) -> Tensor:
     form: Form = packed.tensors["form"]
     rows, k = packed.shape
@@ -145,3 +223,6 @@ linear_native = LinearPanels
 linear_int8 = LinearInt8
 linear_int4 = LinearInt4
 linear_plain = LinearPlain
+grouped_linear = GroupedPanels
+grouped_linear_int8 = GroupedInt8
+grouped_linear_int4 = GroupedInt4

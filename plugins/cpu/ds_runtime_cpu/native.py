@@ -29,7 +29,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 NOT_BUILT = (
     "native library not built: reinstall with a C++17 compiler and CMake (DS_REQUIRE_NATIVE=1 pip "
     "install ... shows why it could not be)"
@@ -73,7 +73,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
         *(_T, _T, _P, _I, _I, _I, _P, _I, _I, _P, _P, _D),
         *(_P, _P, _I, _T, _P, _I, _P, _P, _P, _I),
     ),
-    "index_scores": (_T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I),
+    "index_encode": (_T, _T, _P, _I, _I, _I, _P, _I, _I, _P, _P, _I, _T, _P, _I, _P, _P, _P, _I),
+    "index_scores": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I),
     "index_topk": (_P, _I, _P, _P, _P, _I, _I, _I, _P, _I),
     "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I),
     "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _D, _P, _I, _I, _I, _I, _I),
@@ -83,6 +84,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "norm_rope": (_T, _P, _I, _I, _P, _D, _P, _P, _I, _P, _I, _I, _I, _I),
     "rope_back": (_T, _P, _I, _I, _P, _P, _P, _I, _I, _I, _I),
     "window_rows": (_T, _T, _P, _I, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _I, _P, _P, _I),
+    "compress_windows": (_T, _P, _I, _P, _I, _I, _P, _D, _P, _P, _I, _I, _P, _I, _P, _P, _I, _I),
     "copy": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _I, _I),
     "add": (_T, _P, _I, _P, _I, _I, _I),
     "replay": (_P, _I),

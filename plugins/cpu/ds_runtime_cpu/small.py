@@ -26,6 +26,7 @@ class _Codes(dict[torch.dtype, int]):
 
 CODE = _Codes({torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2})
 CACHE = _Codes(CODE | {torch.uint8: 3})  # bytes are a cache of latent_fp8_groups
+KEYS = _Codes(CODE | {torch.uint8: 2, torch.int8: 4})  # of an index cache: in FP8, in FP4
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime_cpu.native import active
-from ds_runtime_cpu.small import CACHE, CODE
+from ds_runtime_cpu.small import CACHE, CODE, KEYS, in_rows
 
 _ROWS = 64  # whose ranges of keys are in memory at a time
 _STARTS = torch.arange(_ROWS + 1, dtype=torch.int32)  # every row a sequence
@@ -58,18 +58,60 @@ def index_prologue(
     return queries, scale
 
 
+def index_encode(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    mixed: bool,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """IndexEncode for index_pages in the compute dtype, float8_e4m3fn and float4_e2m1fn_x2."""
+    rows, heads, d = q.shape
+    q, k, positions, slots = in_rows(q), in_rows(k), positions.contiguous(), slots.contiguous()
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32 and cache.is_contiguous()
+    packed = cache.dtype == torch.int8
+    dtype = q.dtype if packed else _BYTES.get(cache.dtype, cache.dtype)
+    queries = torch.empty(rows, heads, d, dtype=dtype)
+    scale = torch.empty(rows, heads, dtype=torch.float32)
+    by_row, by_head, _ = q.stride()
+    active.index_encode(
+        CODE[q.dtype],
+        KEYS[cache.dtype],
+        q.data_ptr(),
+        by_row,
+        by_head,
+        heads,
+        k.data_ptr(),
+        k.stride()[0],
+        d,
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.shape[1],
+        mixed,
+        cache.data_ptr(),
+        cache.shape[1],
+        slots.data_ptr(),
+        queries.data_ptr(),
+        scale.data_ptr(),
+        rows,
+    )
+    return queries, scale
+
+
 def index_scores(
     q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
 ) -> Tensor:
-    """IndexScores for index_pages in float32, bfloat16 and float8_e4m3fn."""
+    """IndexScores for index_pages in float32, bfloat16, float8_e4m3fn and float4_e2m1fn_x2."""
     rows, heads, d = q.shape
     page_size, width = cache.shape[1], page_table.shape[1] * cache.shape[1]
     q, owners, lens = q.contiguous(), owners.contiguous(), lens.contiguous()
-    code, seen = CODE[q.dtype], (owners.data_ptr(), lens.data_ptr())
+    codes, seen = (CODE[q.dtype], KEYS[cache.dtype]), (owners.data_ptr(), lens.data_ptr())
     out = torch.empty(rows, width, dtype=torch.float32)
     assert weights.stride()[1] == 1 and page_table.stride()[1] == 1 and cache.is_contiguous()
     active.index_scores(
-        code,
+        *codes,
         q.data_ptr(),
         heads,
         d,

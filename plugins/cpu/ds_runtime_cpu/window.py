@@ -65,6 +65,49 @@ def rope_back(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return out
 
 
+def compress_windows(
+    rows: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    group: int,
+    state: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    """CompressWindows for float32 and bfloat16."""
+    (tokens, _), (ratio, width), (d,) = rows.shape, ape.shape, norm_weight.shape
+    rows, ape, norm_weight = in_rows(rows), ape.contiguous(), norm_weight.contiguous()
+    positions, blocks = positions.contiguous(), blocks.contiguous()
+    assert rows.shape[1] == 2 * width and width in (d, 2 * d), (rows.shape, width, d)
+    assert state.is_contiguous() and state.dtype == torch.float32, state.dtype
+    assert state.shape[2] == 2 * width and ape.dtype == norm_weight.dtype == torch.float32
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    out = rows.new_empty(tokens, d)
+    active.compress_windows(
+        CODE[rows.dtype],
+        rows.data_ptr(),
+        rows.stride()[0],
+        ape.data_ptr(),
+        ratio,
+        width,
+        norm_weight.data_ptr(),
+        eps,
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.shape[1],
+        group,
+        state.data_ptr(),
+        state.shape[1],
+        blocks.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        d,
+    )
+    return out
+
+
 def window_sparse(
     q: Tensor,
     sink: Tensor,

@@ -195,15 +195,16 @@ def test_what_it_is_not_served_with(bare, bare_dense, chooses, more, said):
 
 
 def test_index_keys_in_fp4_are_the_user_s_own(tmp_path):
-    """Whoever refuses them says which flag brought them."""
+    """They come by a flag alone, and a kernel that reads them takes them."""
     raw = {**BASE, "index_head_dim": 32, "architectures": ["DeepseekV4ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     given = {"model": str(tmp_path), "platform": "cpu", "load_format": "dummy"}
     made = assemble(EngineConfig(**given, trained_rounding=True))
-    refused = {name: why for d in made.binding.decisions for name, why in d.refused}
-    said = refused["cpu.index_scores"]
-    assert said.endswith(": leave --trained-rounding out") and "float4" in said
-    assert "index-cache-dtype" not in said
+    bound = {d.site.op: d.kernel for d in made.binding.decisions}
+    assert bound["index_encode"] == "cpu.index_encode"
+    assert bound["index_scores"] == "cpu.index_scores"
+    assert made.plan.index_dtype == "float4_e2m1fn_x2"
+    assert assemble(EngineConfig(**given)).plan.index_dtype == "float8_e4m3fn"
 
 
 def test_experts_by_token_are_not_divided_by_number():

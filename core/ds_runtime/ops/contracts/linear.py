@@ -246,6 +246,9 @@ def grouped_linear_samples(facts: Facts) -> Iterator[Case]:
         (3, 72, 130, "fp8_block"),
         (2, 33, 96, "int8_channel"),
         (2, 64, 96, "mxfp4"),
+        (2, 40, 96, "int4_group"),
+        (3, 64, 70, "int4_group zeros"),
+        *((2, 24, 64, fmt) for fmt in cases.OTHERS),
     ):
         make = cases.Maker(facts, label := f"{fmt} {groups} groups {out}x{n}")
         weight = make.weight(groups * out, n, fmt)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime.ops.contract import FP8_GROUPS, Facts
+from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.reference.attention.index import fp4_groups, fp4_values
 from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 
@@ -41,7 +42,8 @@ class PagedCache:
 
     rows: [pages · page_size, kv_lora + rope] in facts.kv_dtype; NaN where no kernel may look.
     The harness writes them in the layout that the kernel under test reads. role "index": index
-    keys [pages · page_size, d] in facts.index_dtype, or for FP8 in float32 what it stands for.
+    keys [pages · page_size, d] in facts.index_dtype, or for FP8 and FP4 in float32 what it stands
+    for.
     """
 
     rows: Tensor
@@ -252,21 +254,33 @@ class Maker:
         return self._paged(lens, spare, width, self.kv_dtype)
 
     def paged_index(self, lens: tuple[int, ...]) -> tuple[PagedCache, Tensor]:
-        """The same of index keys, which FP8 can hold exactly if facts.index_dtype is FP8."""
+        """The same of index keys, which facts.index_dtype can hold exactly if it is FP8 or FP4."""
         dtype = torch_dtype(self.facts.index_dtype)
         cache, table = self._paged(lens, 2, self.facts.dims["index_dim"], torch.float32)
-        if is_fp8(dtype):
+        if is_fp8(dtype) or self._packed:
             held = ~cache.rows.isnan().any(-1)
-            keys, scale = fp8_vectors(cache.rows[held])
-            cache.rows[held] = keys.to(torch.float32) * scale.unsqueeze(-1)
+            cache.rows[held] = self._held(cache.rows[held])
             return replace(cache, role="index"), table
         return replace(cache, rows=cache.rows.to(dtype), role="index"), table
 
     def index_queries(self, rows: int, heads: int) -> tuple[Tensor, Tensor]:
-        """(queries [rows, heads, d] in facts.index_dtype, their scale [rows, heads] float32)."""
+        """(queries [rows, heads, d] as IndexEncode has them, scales [rows, heads] float32)."""
         dtype, shape = torch_dtype(self.facts.index_dtype), (rows, heads)
         q = self.normal(*shape, self.facts.dims["index_dim"], dtype=torch.float32)
+        if self._packed:
+            return self._held(q).to(self.dtype), torch.ones(shape)
         return fp8_vectors(q) if is_fp8(dtype) else (q.to(dtype), torch.ones(shape))
+
+    @property
+    def _packed(self) -> bool:
+        return self.facts.index_dtype == FP4_KEYS
+
+    def _held(self, vectors: Tensor) -> Tensor:
+        """What FP8 or FP4 makes of them, in float32."""
+        if self._packed:
+            return fp4_values(*fp4_groups(vectors))
+        codes, scale = fp8_vectors(vectors)
+        return codes.to(torch.float32) * scale.unsqueeze(-1)
 
     def rows(self, lens: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(owners, lens) int32 of the last `counts` rows of sequences of these lengths."""

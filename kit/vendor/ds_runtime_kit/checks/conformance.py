@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import (
+    FP4_KEYS,
     FP8_GROUPS,
     DeviceInfo,
     Dims,
@@ -95,9 +96,10 @@ def facts_for(
     kv_dtype: str = "",
 ) -> Facts:
     """Facts to run samples under, on this device in this compute dtype; both caches have
-    `kv_dtype`, by default the same."""
+    `kv_dtype`, by default the same. Only index keys are in FP4."""
     kept = kv_dtype or dtype
     index = "float8_e4m3fn" if kept == FP8_GROUPS else kept
+    kept = dtype if kept == FP4_KEYS else kept
     return Facts(device, dims, dtype, kv_dtype=kept, page_size=page_size, index_dtype=index)
 
 
@@ -211,7 +213,9 @@ def _result(
     judge: Callable[[_Bench, float], tuple[float, str]],
     around: Callable[[Any], Any] | None = None,
 ) -> CaseResult:
-    row = kernel.numerics or case.facts.dtype
+    rounded = case.facts.index_dtype if kernel.op.layout == "index" else ""
+    own = rounded if rounded in kernel.op.tolerance else case.facts.dtype
+    row = kernel.numerics or own
     tolerance = kernel.op.tolerance.get(row)
     about = (kernel.name, kernel.op.name, case.label, case.facts.dtype)
     if tolerance is None:

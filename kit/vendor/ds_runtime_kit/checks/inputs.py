@@ -17,10 +17,23 @@ from ds_runtime.ops.batch import (
     PrefixChunk,
     Segments,
 )
-from ds_runtime.ops.contract import FP8_GROUPS, Facts, Kernel, Offers, load_attr, load_kernel
-from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.contract import (
+    FP4_KEYS,
+    FP8_GROUPS,
+    Facts,
+    Kernel,
+    Offers,
+    load_attr,
+    load_kernel,
+)
+from ds_runtime.ops.dtypes import fp8_vectors, is_fp8
 from ds_runtime.ops.kernel import Layout
-from ds_runtime.ops.reference.attention.index import allocate_index_pages, fp8_parts
+from ds_runtime.ops.reference.attention.index import (
+    allocate_index_pages,
+    fp8_parts,
+    pack_fp4,
+    read_fp4,
+)
 from ds_runtime.ops.reference.cases import PagedCache, SampleExperts
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime_kit.checks.numerics import copy_strided
@@ -92,12 +105,16 @@ def plain_pages(cache: PagedCache) -> Tensor:
 
 def index_pages(cache: PagedCache, facts: Facts) -> Tensor:
     """The cache in the layout `index_pages`, a copy on the host; NaN rows are bytes 0xFF."""
-    if torch_dtype(facts.index_dtype) != torch.float8_e4m3fn:
+    if facts.index_dtype not in ("float8_e4m3fn", FP4_KEYS):
         return plain_pages(cache)
     pages = cache.rows.shape[0] // cache.page_size
-    made = allocate_index_pages(pages, facts, "cpu").fill_(255)
+    made = allocate_index_pages(pages, facts, "cpu")
+    made.view(torch.uint8).fill_(255)
     held = (~cache.rows.isnan().any(-1)).nonzero().flatten()
     page, row = held // cache.page_size, held % cache.page_size
+    if facts.index_dtype == FP4_KEYS:
+        made[page, row] = pack_fp4(cache.rows[held])
+        return made
     keys, scales = fp8_parts(made)
     rounded, scale = fp8_vectors(cache.rows[held])
     keys[page, row], scales[page, row] = rounded.view(torch.uint8), scale
@@ -139,9 +156,9 @@ class CacheCodec:
 
     @property
     def rounds(self) -> bool:
-        """Whether the layout keeps FP8 with scales, which `decode` multiplies."""
+        """Whether the layout keeps FP8 or FP4 with scales, which `decode` multiplies."""
         if self.role == "index":
-            return self.facts.index_dtype == "float8_e4m3fn"
+            return self.facts.index_dtype in ("float8_e4m3fn", FP4_KEYS)
         return self.facts.kv_dtype == FP8_GROUPS
 
     def encode(self, cache: PagedCache) -> Tensor:
@@ -174,6 +191,8 @@ class CacheCodec:
             keys, scales = fp8_parts(cache.detach().cpu().contiguous())
             values = keys.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
             return (values * scales.unsqueeze(-1)).flatten(0, 1)
+        if self.role == "index" and cache.dtype == torch.int8:
+            return read_fp4(cache.detach().cpu().flatten(0, 1))
         if self.layout is None or self.gather is None:
             return cache.detach().cpu().reshape(-1, cache.shape[-1])
         if pages is None:

@@ -47,7 +47,7 @@ def fp8_parts(cache: Tensor) -> tuple[Tensor, Tensor]:
 def read_keys(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` keys of the sequence with these pages: [length, d], wide, new."""
     if cache.dtype == torch.int8:
-        return _unpacked(gather_rows(cache, pages, 0, length).view(torch.uint8))
+        return read_fp4(gather_rows(cache, pages, 0, length))
     if cache.dtype != torch.uint8:
         keys = gather_rows(cache, pages, 0, length)
         return keys.to(wide(keys.dtype))
@@ -75,12 +75,15 @@ def fp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
     return table[codes.to(torch.int64)] * scales
 
 
-def _packed(codes: Tensor, exponents: Tensor) -> Tensor:
+def pack_fp4(keys: Tensor) -> Tensor:
+    """Keys [n, d] as rows [n, d / 2 + d / 32] int8 of a cache."""
+    codes, exponents = fp4_groups(keys)
     return torch.cat((codes[..., ::2] | codes[..., 1::2] << 4, exponents), -1).view(torch.int8)
 
 
-def _unpacked(rows: Tensor) -> Tensor:
-    """Keys [n, d] of rows [n, d / 2 + d / 32] uint8."""
+def read_fp4(packed: Tensor) -> Tensor:
+    """What such rows stand for: [n, d] float32."""
+    rows = packed.view(torch.uint8)
     half = rows.shape[-1] * 16 // 17
     pairs = rows[..., :half]
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
@@ -156,7 +159,7 @@ def _encoded(queries: Tensor, keys: Tensor, cache: Tensor, slots: Tensor) -> tup
     real = slots >= 0
     page, row = slots[real] // cache.shape[1], slots[real] % cache.shape[1]
     if cache.dtype == torch.int8:
-        cache[page, row] = _packed(*fp4_groups(keys[real]))
+        cache[page, row] = pack_fp4(keys[real])
         return fp4_values(*fp4_groups(queries)), queries.new_ones(queries.shape[:2])
     if cache.dtype != torch.uint8:
         cache[page, row] = keys[real].to(cache.dtype)
