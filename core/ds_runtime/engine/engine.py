@@ -40,8 +40,7 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
-from ds_runtime.kv.tiers.disk import Disk
-from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.disks import Disks, disks_of
 from ds_runtime.kv.tiers.host import HostTier, own_root
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.kv.tiers.roots import SharedRoots
@@ -92,10 +91,16 @@ class Engine:
             root = SharedRoots(Origin.of(assembly), self.adapters.files)
         groups = range(runner.parts.exchange.groups)
         pools = [_pages(config, runner.memory, root) for _ in groups]
-        self.disk = _disk(config, runner, pools[0])
-        for pages in pools:
-            if pages.below is not None:
-                pages.below.pace = runner.pace
+        tiers = [pages.below for pages in pools if pages.below is not None]
+        self.disk: Disks | None = None
+        if config.disk_cache is not None and runner.below is not None:
+            link = None if leader is None else (leader.send, leader.told)
+            self.disk = disks_of(config, tiers, runner.below, link)
+            if runner.pace is not None:
+                runner.pace = runner.pace.with_disk(self.disk.seconds(runner.below.page_bytes))
+        for tier in tiers:
+            tier.pace = runner.pace
+        self._tiers = tiers
         self.scheduler = Scheduler(limits, pools)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
@@ -114,6 +119,8 @@ class Engine:
         there is more of it."""
         if self.disk is not None and self.disk.lags:
             self.disk.go_on(_DISK_IDLE)
+            return True
+        if self.disk is not None and self._settle(self.disk):
             return True
         return self.runner.programs.capture_one()
 
@@ -198,7 +205,7 @@ class Engine:
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         if self.disk is not None:
             waits = plan is None and not self._launched
-            self.disk.poll(seconds=_DISK_WAIT if waits else 0.0)
+            self.disk.poll(idle=waits, seconds=_DISK_WAIT if waits else 0.0)
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
         if stepped:
             messages += self._collect()
@@ -213,12 +220,23 @@ class Engine:
             self._observers.tell(self, messages)
         return messages
 
-    def _rest(self, disk: Disk) -> None:
+    def _rest(self, disk: Disks) -> None:
         """Nothing runs: what is noted goes to host memory, and from there to the disk, now."""
         plan = StepPlan(step=0, works=[])
         self.scheduler.holdings.drain(plan)
-        self.runner.copy(plan)
+        if plan.saves or plan.loads or plan.copies:
+            if self.leader is not None:
+                self.leader.send(plan)
+            self.runner.copy(plan)
         disk.poll(idle=True)
+
+    def _settle(self, disk: Disks) -> bool:
+        """Nothing runs: what only the device has goes to the disk, as much as may be on its way
+        there; whether there was any."""
+        found = sum(tier.settle() for tier in self._tiers)
+        if found:
+            self._rest(disk)
+        return found > 0
 
     def _received(self, plan: StepPlan) -> float:
         """Bytes from other ranks in a step."""
@@ -278,7 +296,7 @@ class Engine:
             stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
         if (disk := self.disk) is not None:
             stats.disk_written_bytes, stats.disk_read_bytes = disk.bytes_written, disk.bytes_read
-            stats.disk_stopped = int(bool(disk.folder.stopped))
+            stats.disk_stopped = int(bool(disk.stopped))
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}
@@ -290,6 +308,9 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if self.disk is not None:
+            self.disk.drain()
+            while self._settle(self.disk):
+                self.disk.drain()
             self.disk.close()
         if self.leader is not None:
             with during("while it closed"):
@@ -315,18 +336,6 @@ class _Launched:
     handle: Handle
     begin: float
     compiled: int
-
-
-def _disk(config: EngineConfig, runner: Runner, pages: Pages) -> Disk | None:
-    """Where pages outlive the process."""
-    if config.disk_cache is None:
-        return None
-    assert pages.below is not None and runner.below is not None
-    folder = DiskFolder(Path(config.disk_cache).expanduser(), config.disk_cache_size)
-    if runner.pace is not None:
-        runner.pace = runner.pace.with_disk(folder.seconds(runner.below.page_bytes))
-    pages.below.disk = Disk(folder, runner.below)
-    return pages.below.disk
 
 
 def _pages(config: EngineConfig, memory: KvMemory, root: Callable[[Realm], bytes]) -> Pages:

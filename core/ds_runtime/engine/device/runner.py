@@ -268,6 +268,8 @@ class Runner:
             self.below.begin(saves, loads, plan.hurried)
         if plan.copies:
             self.move_states([(s, t) for at, s, t in plan.copies if at == group])
+        if self.below is not None and not plan.works:
+            self.below.end()  # there is no step that does
 
     def move_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Make copies of states that a plan names."""
