@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -248,6 +249,13 @@ def test_no_host_memory_names_the_flags(tiny, monkeypatch, error):
         LLM(tiny, **SETTINGS)
 
 
-def test_more_host_memory_than_can_be_is_refused(tiny):
-    with pytest.raises(ConfigError, match="--hicache-size"):
-        LLM(tiny, **SETTINGS, hicache_size=10**6)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("flag", [{"hicache_size": 10**6}, {"hicache_ratio": 1e5}])
+def test_more_host_memory_than_there_is_is_refused(tiny, flag, tp):
+    """In a sentence with the flag, what it asks for, what is free, and what would do."""
+    ((name, value),) = flag.items()
+    asks = f"--{name.replace('_', '-')} {value:g}".replace("1e+06", "1000000")
+    said = rf"{re.escape(asks)}: asks for .* of host memory.* (\S+ .B) are free: give --hicache-"
+    given = {**SETTINGS, "kv_memory": "100MB", "tp": tp}
+    with pytest.raises(ConfigError, match=said):
+        LLM(tiny, **given, **flag)
