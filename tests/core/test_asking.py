@@ -12,14 +12,14 @@ import time
 from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from faulty import TINY, install, module, tiny_config
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.engine import _Observers
+from ds_runtime.engine.messages import Stats
+from ds_runtime.engine.observers import Observers
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import asking, hookspecs
 from ds_runtime.plugins.hookspecs import HOOKS
@@ -302,10 +302,10 @@ def test_a_slow_observer_is_named_once(
     one = module("one", hook("ds_observer", "return SLOW"))
     one.SLOW = Slow()
     config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugins=("cpu",))
-    observers = _Observers(assemble(config, (), [one]))
-    monkeypatch.setattr("ds_runtime.engine.engine.SLOW", 0.01)
+    observers = Observers(assemble(config, (), [one]))
+    monkeypatch.setattr("ds_runtime.engine.observers.SLOW", 0.01)
     for _ in range(3):
-        observers.tell(SimpleNamespace(stats=lambda: None), [])
+        observers.tell(Stats, [])
     said = capsys.readouterr().err.splitlines()
     assert said == ["plugin one: its observer's on_step took 0.0 s, and steps wait for it"]
 
@@ -315,7 +315,7 @@ def test_an_observer_that_starts_one_is_a_line(
 ) -> None:
     one = module("one", hook("ds_observer", STARTS["LLM"]))
     config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugins=("cpu",))
-    _Observers(assemble(config, (), [one]))
+    Observers(assemble(config, (), [one]))
     assert capsys.readouterr().err.startswith(
         "plugin one: observer dropped: ds_observer of plugin one starts a runtime"
     )

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,62 @@ def test_a_restart_keeps_what_was_cached(tiny, tmp_path, tokens):
     assert again[2] == {"device": 0, "host": 0, "storage": 128}
     assert again[0] == cold[0] and again[1] == pytest.approx(cold[1], abs=1e-4)
     assert stats.cached_disk_tokens == 128 and stats.disk_read_bytes > 0
+
+
+RANKS = [
+    {"tp": 2},
+    {"tp": 2, "enable_dp_attention": True},
+    {"tp": 2, "disable_mla": True},
+]
+
+
+@pytest.mark.parametrize("more", RANKS)
+def test_several_ranks_keep_what_was_cached(tiny, tmp_path, more):
+    """Alike on all of them, of sequences of each, or the heads of each."""
+    given = {**SETTINGS, **more, "disk_cache": str(tmp_path / "cache")}
+    prompts = [[n, *PROMPT] for n in range(2, 6)]
+    with LLM(tiny, **given) as llm:
+        cold = [answer(llm, prompt) for prompt in prompts]
+    files = [path.name for path in (tmp_path / "cache").glob("*/*.page")]
+    assert len(files) == len({*files}) and len(files) >= 32 * (1 + ("disable_mla" in more))
+    with LLM(tiny, **given) as llm:
+        again = [answer(llm, prompt) for prompt in prompts]
+        read = llm.stats().disk_read_bytes
+    assert [one[2]["storage"] for one in again] == [128] * 4 and read > 0
+    for mine, theirs in zip(again, cold, strict=True):
+        assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-4)
+
+
+def test_what_one_rank_cannot_read_is_computed(tiny, tmp_path):
+    """Its heads lie in files of its own, of which some are torn and some are gone."""
+    given = {**SETTINGS, "tp": 2, "disable_mla": True, "disk_cache": str(tmp_path / "cache")}
+    with LLM(tiny, **given) as llm:
+        cold = answer(llm)
+    files = sorted((tmp_path / "cache").glob("*/*.page"), key=lambda path: path.stat().st_mtime_ns)
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    files[-1].unlink()
+    with LLM(tiny, **given) as llm:
+        again = answer(llm)
+    assert again[2]["storage"] < 128
+    assert again[0] == cold[0] and again[1] == pytest.approx(cold[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_never_left_the_device_is_on_disk(tiny, tmp_path, closes):
+    """Written back once the engine is idle, or closes."""
+    more = {"hicache_write_policy": "write_back", "disk_cache": str(tmp_path / "cache")}
+    with LLM(tiny, **SETTINGS, **more) as llm:
+        cold = answer(llm)
+        assert not list((tmp_path / "cache").glob("*/*.page"))
+        engine, until = llm._alive(), time.monotonic() + 30
+        while not closes and engine.prepare() and time.monotonic() < until:
+            pass
+        found = len(list((tmp_path / "cache").glob("*/*.page")))
+        assert found == 0 if closes else found >= 8
+    with LLM(tiny, **SETTINGS, **more) as llm:
+        again = answer(llm)
+    assert again[2]["storage"] == 128
+    assert again[0] == cold[0] and again[1] == pytest.approx(cold[1], abs=1e-4)
 
 
 LOOP = """
@@ -101,8 +158,6 @@ def test_other_weights_find_nothing(tiny, tmp_path):
 def test_what_cannot_be(tiny, tmp_path):
     with pytest.raises(ConfigError, match="--enable-hierarchical-cache"):
         LLM(tiny, platform="cpu", disk_cache=str(tmp_path))
-    with pytest.raises(ConfigError, match="--tp 2"):
-        LLM(tiny, **SETTINGS, tp=2, disk_cache=str(tmp_path))
 
 
 def test_an_adapter_that_is_gone_leaves_its_pages_to_nobody(tiny, tmp_path):
@@ -194,6 +249,13 @@ def test_no_host_memory_names_the_flags(tiny, monkeypatch, error):
         LLM(tiny, **SETTINGS)
 
 
-def test_more_host_memory_than_can_be_is_refused(tiny):
-    with pytest.raises(ConfigError, match="--hicache-size"):
-        LLM(tiny, **SETTINGS, hicache_size=10**6)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("flag", [{"hicache_size": 10**6}, {"hicache_ratio": 1e5}])
+def test_more_host_memory_than_there_is_is_refused(tiny, flag, tp):
+    """In a sentence with the flag, what it asks for, what is free, and what would do."""
+    ((name, value),) = flag.items()
+    asks = f"--{name.replace('_', '-')} {value:g}".replace("1e+06", "1000000")
+    said = rf"{re.escape(asks)}: asks for .* of host memory.* (\S+ .B) are free: give --hicache-"
+    given = {**SETTINGS, "kv_memory": "100MB", "tp": tp}
+    with pytest.raises(ConfigError, match=said):
+        LLM(tiny, **given, **flag)

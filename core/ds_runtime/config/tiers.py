@@ -18,8 +18,6 @@ class TierSettings(Protocol):
     def hicache_ratio(self) -> float: ...
     @property
     def disk_cache(self) -> str | None: ...
-    @property
-    def tp(self) -> int: ...
 
 
 def check_tiers(config: TierSettings) -> None:
@@ -44,9 +42,4 @@ def _check_disk(config: TierSettings) -> None:
     if not config.enable_hierarchical_cache:
         raise ConfigError(
             f"{given}: pages go there by way of host memory: give --enable-hierarchical-cache, too"
-        )
-    if config.tp > 1:
-        raise ConfigError(
-            f"{given} with --tp {config.tp}: engines of one rank alone keep pages on disk in this "
-            "version: leave it out"
         )

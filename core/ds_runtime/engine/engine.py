@@ -5,7 +5,6 @@ Used in process by the offline API and, behind sockets, by `engine/process/loop.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,7 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
@@ -25,6 +23,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
+from ds_runtime.engine.observers import Observers
 from ds_runtime.engine.process.failure import bounded, during
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.limits import SchedulerLimits
@@ -32,7 +31,7 @@ from ds_runtime.engine.schedule.scheduler import Scheduler
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.engine.step.result import Handle
-from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
+from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.budget import KvMemory
@@ -41,14 +40,12 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache, Realm
 from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
-from ds_runtime.kv.tiers.disk import Disk
-from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.disks import Disks, disks_of
 from ds_runtime.kv.tiers.host import HostTier, own_root
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.kv.tiers.roots import SharedRoots
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
-from ds_runtime.plugins.asking import SLOW
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 _DISK_WAIT = 0.002  # and for the disk
@@ -93,17 +90,27 @@ class Engine:
             root = SharedRoots(Origin.of(assembly), self.adapters.files)
         groups = range(runner.parts.exchange.groups)
         pools = [_pages(config, runner.memory, root) for _ in groups]
-        self.disk = _disk(config, runner, pools[0])
-        for pages in pools:
-            if pages.below is not None:
-                pages.below.pace = runner.pace
+        self._tiers = [pages.below for pages in pools if pages.below is not None]
+        self.disk = self._disks(config, runner)
+        for tier in self._tiers:
+            tier.pace = runner.pace
         self.scheduler = Scheduler(limits, pools)
-        self._observers = _Observers(assembly)
+        self._observers = Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
         self._since: float | None = None  # the last result came, and there was work ever since
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = self._wire_bytes = 0.0
+
+    def _disks(self, config: EngineConfig, runner: Runner) -> Disks | None:
+        """Where pages outlive the process."""
+        if config.disk_cache is None or runner.below is None:
+            return None
+        link = None if self.leader is None else (self.leader.send, self.leader.told)
+        made = disks_of(config, self._tiers, runner.below, link)
+        if runner.pace is not None:
+            runner.pace = runner.pace.with_disk(made.seconds(runner.below.page_bytes))
+        return made
 
     @property
     def has_work(self) -> bool:
@@ -115,6 +122,8 @@ class Engine:
         there is more of it."""
         if self.disk is not None and self.disk.lags:
             self.disk.go_on(_DISK_IDLE)
+            return True
+        if self.disk is not None and self._settle(self.disk):
             return True
         return self.runner.programs.capture_one()
 
@@ -199,7 +208,7 @@ class Engine:
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         if self.disk is not None:
             waits = plan is None and not self._launched
-            self.disk.poll(seconds=_DISK_WAIT if waits else 0.0)
+            self.disk.poll(idle=waits, seconds=_DISK_WAIT if waits else 0.0)
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
         if stepped:
             messages += self._collect()
@@ -211,15 +220,26 @@ class Engine:
                 self._rest(self.disk)
         self._step_seconds += time.perf_counter() - start
         if stepped:
-            self._observers.tell(self, messages)
+            self._observers.tell(self.stats, messages)
         return messages
 
-    def _rest(self, disk: Disk) -> None:
+    def _rest(self, disk: Disks) -> None:
         """Nothing runs: what is noted goes to host memory, and from there to the disk, now."""
         plan = StepPlan(step=0, works=[])
         self.scheduler.holdings.drain(plan)
-        self.runner.copy(plan)
+        if plan.saves or plan.loads or plan.copies:
+            if self.leader is not None:
+                self.leader.send(plan)
+            self.runner.copy(plan)
         disk.poll(idle=True)
+
+    def _settle(self, disk: Disks) -> bool:
+        """Nothing runs: what only the device has goes to the disk, as much as may be on its way
+        there; whether there was any."""
+        found = sum(tier.settle() for tier in self._tiers)
+        if found:
+            self._rest(disk)
+        return found > 0
 
     def _received(self, plan: StepPlan) -> float:
         """Bytes from other ranks in a step."""
@@ -279,9 +299,13 @@ class Engine:
             stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
         if (disk := self.disk) is not None:
             stats.disk_written_bytes, stats.disk_read_bytes = disk.bytes_written, disk.bytes_read
+<<<<<<< HEAD
             stats.disk_stopped = int(bool(disk.folder.stopped))
         if (counts := self.runner.model.counts) is not None:
             stats.expert_tokens = counts.read(now=not self.has_work)
+=======
+            stats.disk_stopped = int(bool(disk.stopped))
+>>>>>>> hE
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}
@@ -293,6 +317,9 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if self.disk is not None:
+            self.disk.drain()
+            while self._settle(self.disk):
+                self.disk.drain()
             self.disk.close()
         if self.leader is not None:
             with during("while it closed"):
@@ -320,18 +347,6 @@ class _Launched:
     compiled: int
 
 
-def _disk(config: EngineConfig, runner: Runner, pages: Pages) -> Disk | None:
-    """Where pages outlive the process."""
-    if config.disk_cache is None:
-        return None
-    assert pages.below is not None and runner.below is not None
-    folder = DiskFolder(Path(config.disk_cache).expanduser(), config.disk_cache_size)
-    if runner.pace is not None:
-        runner.pace = runner.pace.with_disk(folder.seconds(runner.below.page_bytes))
-    pages.below.disk = Disk(folder, runner.below)
-    return pages.below.disk
-
-
 def _pages(config: EngineConfig, memory: KvMemory, root: Callable[[Realm], bytes]) -> Pages:
     """What one rank starts with, or all of them together."""
     size, marks, below = config.page_size, None, None
@@ -343,51 +358,6 @@ def _pages(config: EngineConfig, memory: KvMemory, root: Callable[[Realm], bytes
         room = HostRoom.of(config, memory)
         below = HostTier(room.pages, room.states, config.hicache_write_policy, root, marks)
     return Pages(PagePool(memory.pages), PrefixCache(size, marks, below), size, marks, below)
-
-
-class _Observers:
-    """Plugins that watch. One that raises is dropped with a line on standard error."""
-
-    def __init__(self, assembly: Assembly) -> None:
-        asked = assembly.plugins.implementing("ds_observer")
-        found = assembly.plugins.call("ds_observer", config=assembly.config)
-        self._seen = [(name, observer) for name, observer in found if observer is not None]
-        self._slow = set[tuple[str, str]]()  # told of
-        for name in asked:
-            if (refusal := assembly.plugins.reports[name].refusal) is not None:
-                _drop(name, f"{refusal.reason}; ds-runtime plugins {name} --verbose tells of it")
-
-    def tell(self, engine: Engine, messages: list[Tokens | Failed]) -> None:
-        """`on_step(stats)` once, then `on_finish(tokens)` for every request that ended."""
-        if not self._seen:
-            return
-        stats = engine.stats()
-        finished = [m for m in messages if isinstance(m, Tokens) and m.finish is not None]
-        for name, observer in list(self._seen):
-            try:
-                self._call(name, observer, "on_step", stats)
-                for message in finished:
-                    self._call(name, observer, "on_finish", message)
-            except KeyboardInterrupt as e:
-                e.add_note(f"in an observer of plugin {name}")
-                raise
-            except BaseException as e:  # one that leaves must not take the engine along
-                self._seen.remove((name, observer))
-                _drop(name, named(e))
-
-    def _call(self, name: str, observer: Any, method: str, argument: Any) -> None:
-        if (function := getattr(observer, method, None)) is None:
-            return
-        begin = time.perf_counter()
-        function(argument)
-        if (took := time.perf_counter() - begin) > SLOW and (name, method) not in self._slow:
-            self._slow.add((name, method))
-            said = f"its observer's {method} took {took:.1f} s, and steps wait for it"
-            print(f"plugin {name}: {said}", file=sys.stderr, flush=True)
-
-
-def _drop(plugin: str, why: str) -> None:
-    print(f"plugin {plugin}: observer dropped: {why}", file=sys.stderr, flush=True)
 
 
 def eos_tokens(folder: Path, model: ModelConfig) -> tuple[int, ...]:

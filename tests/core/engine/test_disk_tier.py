@@ -24,6 +24,7 @@ from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import OWN, Realm
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.hand import DiskHand
 from ds_runtime.kv.tiers.host import POLICIES, own_root
 from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.roots import SharedRoots
@@ -286,7 +287,7 @@ def test_a_disk_that_is_full_at_the_start_says_so_in_a_line(tmp_path, monkeypatc
         return
     assert folder.seconds(100) == 0
     assert folder.read(NAME, "page", views(b"abc"))
-    disk = Disk(folder, HostBytes(4))
+    disk = Disk(folder, DiskHand(folder, HostBytes(4)))
     disk.poll()
     disk.poll()
     disk.close()
@@ -374,9 +375,6 @@ class HostBytes:
     def parts(self, kind, slot):
         return [memoryview(self.slots[slot])]
 
-    def settled(self, finish):
-        return True
-
     def ended(self, finish):
         return 0
 
@@ -387,7 +385,8 @@ def test_a_disk_closes_while_it_reads(tmp_path, reads):
     folder = DiskFolder(tmp_path / "cache", 10**6)
     for number in range(reads):
         folder.write(named(number), "page", views(bytes(100)))
-    disk, slots, read = Disk(folder, HostBytes(30)), TierSlots(30), folder.read
+    disk = Disk(folder, DiskHand(folder, HostBytes(30)))
+    slots, read = TierSlots(30), folder.read
 
     def slow(*given):
         time.sleep(0.1)
@@ -450,7 +449,8 @@ def engine(folder, known, policy="write_through", pages=20, host=60, idle=True):
     rig = toy(pages, 4, snapshots=4, host=host, write=policy, make=ToyDevice)
     rig.device.host = Remembered(rig, known)
     below = rig.ranks[0].below
-    below.disk = Disk(DiskFolder(folder, 10**8), rig.device.below[0])
+    files = DiskFolder(folder, 10**8)
+    below.disk = Disk(files, DiskHand(files, rig.device.below[0]))
     schedule = rig.scheduler.schedule
 
     def scheduled():
@@ -577,7 +577,8 @@ def test_a_device_that_is_always_behind_has_its_pages_written(tmp_path, monkeypa
         rig.submit(str(number), [number % 40, number // 40, *LONG[:20]], max_tokens=30)
         for _ in range(4):
             rig.step()
-    assert rig.scheduler.has_work and not rig.ranks[0].below.disk._memory.settled(False)
+    memory = rig.device.below[0]
+    assert rig.scheduler.has_work and memory.ended(False) < memory.queued
     assert disk.bytes_written > 0 and data(disk.folder.folder)
     rig.run()
     disk.close()

@@ -121,11 +121,11 @@ class Runner:
         self.below: HostCopies | None = None
         self.pace: BringPace | None = None  # of what lies below the device
         if self.config.enable_hierarchical_cache:
-            host, copies = (
-                HostRoom.of(self.config, self.memory),
-                self.platform.page_copies(local_rank),
-            )
+            host = HostRoom.of(self.config, self.memory)
+            if not self.platform.own_memory:
+                host.check(self.config, self.memory)
             try:
+                copies = self.platform.page_copies(local_rank)
                 self.below = HostCopies(self.caches, host.pages, host.states, copies)
             except (RuntimeError, MemoryError) as e:
                 raise ConfigError(
@@ -268,6 +268,8 @@ class Runner:
             self.below.begin(saves, loads, plan.hurried)
         if plan.copies:
             self.move_states([(s, t) for at, s, t in plan.copies if at == group])
+        if self.below is not None and not plan.works:
+            self.below.end()  # there is no step that does
 
     def move_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Make copies of states that a plan names."""

@@ -17,8 +17,12 @@ from ds_runtime.engine.process.failure import described, during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, EngineDeadError, UnsupportedError
+from ds_runtime.kv.tiers.disks import follower_of
+from ds_runtime.kv.tiers.linked import DiskFollower, DiskJob
 from ds_runtime.parallel.link.member import Member
 from ds_runtime.parallel.world import World
+
+_LOOK = 2  # milliseconds between two looks at files that rank 0 waits for
 
 
 def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = None) -> World:
@@ -91,13 +95,30 @@ def _follow(spec: RankSpec, assembly: Assembly, member: Member) -> None:
         world = join(spec, assembly, met)
     runner = start_runner(spec, assembly, world)
     garbage.settle()
-    decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
-    while data := member.receive():
-        message = decoder.decode(data)
-        if isinstance(message, StepPlan):
-            runner.launch(message)
-        else:
-            with contextlib.suppress(CheckpointError):  # rank 0 has it, too, and tells
-                runner.put_adapter(message)
+    disk: DiskFollower | None = None
+    if assembly.config.disk_cache is not None and runner.below is not None:
+        disk = follower_of(assembly.config, spec.rank, runner.below)
+    decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter | DiskJob)
+    while (data := member.receive(_LOOK if disk is not None and disk.busy else None)) != b"":
+        if data is not None:
+            _do(decoder.decode(data), runner, disk)
+        for answer in () if disk is None else disk.answers():
+            member.tell(answer)
     with during("while it closed"):
+        if disk is not None:
+            disk.close()
         runner.close()
+
+
+def _do(
+    message: StepPlan | PutAdapter | DiskJob, runner: Runner, disk: DiskFollower | None
+) -> None:
+    if isinstance(message, StepPlan):
+        do = runner.launch if message.works else runner.copy
+        do(message)
+    elif isinstance(message, DiskJob):
+        assert disk is not None, "rank 0 has a disk"
+        disk.take(message)
+    else:
+        with contextlib.suppress(CheckpointError):  # rank 0 has it, too, and tells
+            runner.put_adapter(message)

@@ -142,16 +142,11 @@ class HostCopies:
         held = self._pages if kind == "page" else self._states
         return [one.host[slot].numpy().data for one in held]
 
-    def settled(self, finish: bool) -> bool:
-        """Whether all copies that were queued have ended. finish: they have, on return."""
+    def ended(self, finish: bool) -> int:
+        """The number of the last copies that have ended, as all before them. finish: all do."""
         for one in self._under_way if finish else ():
             one.copying.finish()
         self.look()
-        return not self._under_way
-
-    def ended(self, finish: bool) -> int:
-        """The number of the last copies that have ended, as all before them. finish: all do."""
-        self.settled(finish)
         return self._under_way[0].number - 1 if self._under_way else self.queued
 
     def look(self) -> None:

@@ -1,8 +1,8 @@
 """Between host memory and files: what is saved goes on to disk, and what a prompt needs comes back.
 
-Threads read and write the slots themselves. Such a slot is kept: it goes to nobody else before the
-thread is done with it. A request whose pages lie on disk waits until they are in host memory, and
-others run meanwhile.
+Threads of every rank read and write the slots themselves (`kv.tiers.hand`). Such a slot is kept: it
+goes to nobody else before all are done with it. A request whose pages lie on disk waits until they
+are in host memory, and others run meanwhile.
 """
 
 from __future__ import annotations
@@ -11,29 +11,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from ds_runtime.kv.tiers.folder import DiskFolder
+from ds_runtime.kv.tiers.hand import LOST, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
-_READERS = 4
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
 
 
 Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
-
-
-class SlotMemory(Protocol):
-    """Host memory of slots: see `kv.tiers.copies.HostCopies`."""
-
-    def parts(self, kind: str, slot: int) -> list[memoryview]: ...
-    def settled(self, finish: bool) -> bool: ...
-    def ended(self, finish: bool) -> int: ...
-    @property
-    def queued(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +41,6 @@ class _Writing:
     kind: str
     slot: int
     name: bytes
-    after: int = -1  # the last of the copies that it waits for; −1: not queued yet
 
 
 @dataclass(slots=True)
@@ -65,19 +53,23 @@ class _Bringing:
 
 
 class Disk:
-    """One engine's way to a folder. Called by the thread that schedules."""
+    """The way of one group of ranks to a folder. Called by the thread that schedules."""
 
-    def __init__(self, folder: DiskFolder, memory: SlotMemory) -> None:
-        self.folder, self._memory = folder, memory
-        self._noted: list[_Writing] = []
+    def __init__(self, folder: DiskFolder, hands: Hands) -> None:
+        self.folder, self._hands = folder, hands
+        self._noted: list[_Writing] = []  # their copies are queued by the next `poll`
         self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
         self._writing: dict[Future[int], _Writing] = {}
-        self._reading: dict[Future[bool], _Bringing] = {}
+        self._reading: dict[Future[int], _Bringing] = {}
         self._fetches: list[Fetch] = []
-        self._writer = ThreadPoolExecutor(1, "disk cache, writing")
-        self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
         self._told = False
         self.num_read = self.bytes_written = self.bytes_read = 0
+
+    def room(self, slots: TierSlots) -> int:
+        """How many more slots may be on their way to the disk."""
+        if self.stopped:
+            return 0
+        return max(1, slots.count // _LEAST) - len(self._noted) - len(self._writing)
 
     @property
     def busy(self) -> bool:
@@ -89,18 +81,23 @@ class Disk:
         """Whether anything is on its way."""
         return bool(self._noted or self._owed or self._writing or self._reading)
 
+    @property
+    def stopped(self) -> str:
+        """Why nothing is written any more; "" while it is."""
+        return self._hands.stopped
+
     def go_on(self, seconds: float) -> None:
         """Nothing else is to be done: wait a little for what is on its way."""
-        under_way: list[Future[Any]] = [*self._writing, *self._reading]
-        wait(under_way, seconds, FIRST_COMPLETED)
+        if under_way := [*self._writing, *self._reading]:
+            self._hands.wait(under_way, seconds)
         self.poll(idle=True)
 
     def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
         """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
         goes later, if nobody else has the slot by then."""
-        if self.folder.stopped:
+        if self.stopped:
             return
-        if self._has_room(slots):
+        if self.room(slots) > 0:
             slots.keep(slot)
             self._noted.append(_Writing(slots, kind, slot, name))
         else:
@@ -108,13 +105,11 @@ class Disk:
             if len(self._owed) > 2 * slots.count:  # the oldest have no slot any more
                 self._owed.popleft()
 
-    def _has_room(self, slots: TierSlots) -> bool:
-        """Whether one more slot may be on its way to the disk."""
-        return len(self._noted) + len(self._writing) < max(1, slots.count // _LEAST)
-
     def _catch_up(self) -> None:
         """What the disk lagged behind with, as far as it still has its slot."""
-        while self._owed and self._has_room(self._owed[0].slots):
+        if self.stopped:
+            self._owed.clear()
+        while self._owed and self.room(self._owed[0].slots) > 0:
             one = self._owed.popleft()
             if one.slots.find(one.name) == one.slot:
                 one.slots.keep(one.slot)
@@ -130,7 +125,6 @@ class Disk:
         made = Fetch(time.monotonic() + LONGEST, 0, done=not wanted)
         if made.done:
             return made
-        self._memory.settled(finish=True)  # no copy reads or writes a slot that is free now
         coming = {(one.write.kind, one.write.name): one for one in self._reading.values()}
         for slots, kind, name, keep in wanted:
             if (known := coming.get((kind, name))) is not None and known.keep is not None:
@@ -139,10 +133,8 @@ class Disk:
                 continue
             if (slot := slots.reserve()) < 0:
                 break
-            one = _Writing(slots, kind, slot, name)
-            parts = self._memory.parts(kind, slot)
-            future = self._readers.submit(self.folder.read, name, kind, parts)
-            self._reading[future] = _Bringing(one, [made], keep)
+            future = self._hands.read(kind, slot, name)
+            self._reading[future] = _Bringing(_Writing(slots, kind, slot, name), [made], keep)
             made.left += 1
         made.done = not made.left
         if not made.done:
@@ -160,57 +152,54 @@ class Disk:
         for read in self._reading.values():
             if read.write.name == name and read.write.kind in kinds:
                 read.keep = None
-        for kind in kinds:
-            self._writer.submit(self.folder.forget, name, kind)
+        self._hands.forget(name, kinds)
 
     def poll(self, idle: bool = False, seconds: float = 0.0) -> None:
         """Go on with all that is under way. idle: nothing else is to be done, so copies are waited
         for; seconds: to wait for a file."""
+        self._hands.poll(idle)
         if self._reading and seconds:
-            wait(self._reading, seconds, FIRST_COMPLETED)
+            self._hands.wait(self._reading, seconds)
         for read in [one for one in self._reading if one.done()]:
-            self._take(self._reading.pop(read), not read.cancelled() and read.result())
+            self._take(self._reading.pop(read), read.result())
         for written in [one for one in self._writing if one.done()]:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
             self.bytes_written += written.result()
         self._catch_up()
-        if self._noted:
-            for one in self._noted:
-                one.after = self._memory.queued if one.after < 0 else one.after
-            ended = self._memory.ended(idle)
-            due = [one for one in self._noted if one.after <= ended]
-            for one in due:
-                given = one.name, one.kind, self._memory.parts(one.kind, one.slot)
-                self._writing[self._writer.submit(self.folder.write, *given)] = one
-            self._noted = self._noted[len(due) :]  # later ones wait for later copies
+        for one in self._noted:
+            self._writing[self._hands.write(one.kind, one.slot, one.name)] = one
+        self._noted = []
         now = time.monotonic()
         for fetch in self._fetches:
             fetch.done = not fetch.left or now > fetch.until
         self._fetches = [one for one in self._fetches if not one.done]
-        if self.folder.stopped and not self._told:
+        if self.stopped and not self._told:
             self._told = True
-            print(f"warning: --disk-cache {self.folder.stopped}", file=sys.stderr, flush=True)
+            print(f"warning: --disk-cache {self.stopped}", file=sys.stderr, flush=True)
 
-    def _take(self, read: _Bringing, whole: bool) -> None:
+    def _take(self, read: _Bringing, nbytes: int) -> None:
         one = read.write
         for fetch in read.fetches:
             fetch.left -= 1
-        if not whole or read.keep is None:
+        if nbytes == LOST or read.keep is None:
             return one.slots.give(one.slot)
-        self.bytes_read += sum(part.nbytes for part in self._memory.parts(one.kind, one.slot))
+        self.bytes_read += nbytes
         read.keep(one.slot)
         if one.kind == "page":
             self.num_read += 1
             for fetch in read.fetches:
                 fetch.come.append(one.name)
 
-    def close(self) -> None:
-        """Write what is on its way, and leave."""
+    def drain(self) -> None:
+        """Write what is on its way."""
         self.poll(idle=True)
         while self._owed or self._writing:
-            wait(self._writing)
+            self._hands.wait(self._writing, 1.0)
             self.poll(idle=True)
-        self._writer.shutdown()
-        self._readers.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """Write what is on its way, and leave."""
+        self.drain()
+        self._hands.close()
         self.poll()

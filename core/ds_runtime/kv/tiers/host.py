@@ -68,6 +68,7 @@ class HostTier:
         self._loads: list[tuple[int, int]] = []
         self._hurried = False
         self._states_saved: list[tuple[int, bytes]] = []
+        self._only_here: dict[Node, None] = {}  # write_back over a disk: that it does not have
         self.disk: Disk | None = None
         self.pace: BringPace | None = None  # None: nobody has measured, so all is brought
         self.num_saved = self.num_loaded = 0
@@ -99,6 +100,8 @@ class HostTier:
         if self.policy == THROUGH:
             for node in reversed([*nodes]):  # the deepest is to leave first
                 self._keep(node)
+        elif self.policy == BACK and self.disk is not None:
+            self._only_here.update(dict.fromkeys(nodes))
 
     def used(self, node: Node) -> None:
         """A prompt has read all pages up to `node`, or a request that had them ends."""
@@ -107,6 +110,16 @@ class HostTier:
             self.pages.touch(step.name)
             self.states.touch(step.name)
             step = step.parent
+
+    def settle(self) -> int:
+        """Nothing runs, and the process may end: what only the device has is saved, as many pages
+        as may be on their way to the disk. How many."""
+        room = 0 if self.disk is None else self.disk.room(self.pages)
+        some = [*self._only_here][: -(-room // 2)]  # there may be a state beside each
+        for node in some:
+            del self._only_here[node]
+            self._keep(node)
+        return len(some)
 
     def read(self, node: Node) -> None:
         """A prompt begins with all pages up to `node`."""
@@ -121,6 +134,7 @@ class HostTier:
         """Its page is another's from now on."""
         if self.policy == BACK and node.is_proved:
             self._save(node)
+        self._only_here.pop(node, None)
         self._hurried |= node.page in self._saves
 
     def discard(self, known: Iterable[Node], others: Iterable[Node]) -> None:
@@ -155,6 +169,7 @@ class HostTier:
         self._above.clear()
         self._saves.clear()
         self._states_saved.clear()
+        self._only_here.clear()
         self._hurried = False
 
     # ---- snapshots' side ----
@@ -171,6 +186,8 @@ class HostTier:
         """It has a snapshot."""
         if self.policy == THROUGH and node.is_proved:
             self._save_state(node)
+        elif self.policy == BACK and self.disk is not None and node.is_proved:
+            self._only_here[node] = None
 
     def losing(self, node: Node) -> None:
         """Its snapshot's block is another's from now on."""
@@ -283,6 +300,7 @@ class HostTier:
             else:
                 for loose in path:
                     self._drop(loose)
+                    self._unsave(loose, "page", "state")
 
     def check(self) -> None:
         """Assert what holds between steps."""

@@ -34,3 +34,20 @@ class HostRoom(NamedTuple):
                 "hold no page, or no state: give more"
             )
         return made
+
+    def check(self, config: EngineConfig, memory: KvMemory) -> None:
+        """Where caches and slots are of one memory: raises ConfigError for more than there is."""
+        needed = self.pages * memory.sizes.page + self.states * memory.sizes.state
+        left = max(0, memory.free - memory.total)
+        if needed <= left:
+            return
+        size, ratio = config.hicache_size, config.hicache_ratio
+        flag = f"--hicache-size {size}" if size else f"--hicache-ratio {ratio:g}"
+        fits = f"{ratio * left / needed:.2g}"
+        remedy = "0 and a --hicache-ratio" if size and left < GB else f"{left // GB}"
+        raise ConfigError(
+            f"{flag}: asks for {amount(needed)} of host memory, and beside a KV cache of "
+            f"{amount(memory.total)} {amount(left)} are free: give --hicache-"
+            + (f"size {remedy}" if size else f"ratio {fits}")
+            + ", or lower --kv-memory"
+        )

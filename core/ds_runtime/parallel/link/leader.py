@@ -23,6 +23,7 @@ from ds_runtime.parallel.link.messages import (
     Hello,
     Lost,
     RankPlace,
+    Told,
     Welcome,
 )
 
@@ -51,10 +52,11 @@ class Leader:
         self._own, self._differ, self._per_node = own, differ, per_node
         self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
         self._causes: list[Cause] = []
+        self._told: list[bytes] = []
         self._strangers, self._met, self._leaving = 0, False, False
         self._watcher: threading.Thread | None = None
         self._end = LinkEnd(zmq.ROUTER, address, keys)
-        self._decoder = msgspec.msgpack.Decoder(Hello | Cause)
+        self._decoder = msgspec.msgpack.Decoder(Hello | Cause | Told)
         try:
             self.address = numeric(address)
             self._end.socket.bind(self.address)
@@ -115,6 +117,9 @@ class Leader:
             return True  # a stranger
         if isinstance(said, Cause):
             self._causes.append(self._placed(said))
+        elif isinstance(said, Told):
+            if name.bytes in self._ranks:
+                self._told.append(said.data)
         elif 0 < said.rank < self._own.size:
             self._greet(name.bytes, said, str(data.get("Peer-Address")) if self._per_node else "")
         return True
@@ -218,6 +223,16 @@ class Leader:
             with self._end.lock:
                 if not self._end.closing.is_set():
                     self._send(data)
+
+    def told(self, milliseconds: int = 0) -> list[bytes]:
+        """What other ranks have answered since; waits so long for one."""
+        with self._end.lock:
+            if not self._told and not self._end.closing.is_set():
+                for _ in range(_MANY):
+                    if not self._read(0 if self._told else milliseconds):
+                        break
+            found, self._told = self._told, []
+        return found
 
     def _give_sign(self) -> None:
         """To every rank: those that cannot be reached have ended."""

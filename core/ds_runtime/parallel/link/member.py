@@ -21,6 +21,7 @@ from ds_runtime.parallel.link.messages import (
     Cause,
     Hello,
     Lost,
+    Told,
     Welcome,
 )
 
@@ -114,15 +115,27 @@ class Member:
             self._end.closing.set()
         return data
 
-    def receive(self) -> bytes:
-        """What is to be done next; empty: to leave. Raises EngineDeadError with why ranks end."""
+    def receive(self, milliseconds: int | None = None) -> bytes | None:
+        """What is to be done next; empty: to leave; None: nothing for so long. Raises
+        EngineDeadError with why ranks end."""
         data = SIGN_OF_LIFE
         while data == SIGN_OF_LIFE:
             with self._end.lock:
-                data = self._kept.popleft() if self._kept else self._hear(self._end.socket.recv())
+                if self._kept:
+                    data = self._kept.popleft()
+                elif milliseconds is None or self._end.socket.poll(milliseconds):
+                    data = self._hear(self._end.socket.recv())
+                else:
+                    return None
         if data[:1] == ENDS:
             raise EngineDeadError(self._why)
         return data
+
+    def tell(self, data: bytes) -> None:
+        """Answer rank 0."""
+        with self._end.lock:
+            if not self._end.closing.is_set():
+                self._end.socket.send(msgspec.msgpack.encode(Told(data)))
 
     def fail(self, rank: int, message: str) -> str:
         """This rank has failed: returns why the ranks end, as rank 0 says, or this. On one node

@@ -62,6 +62,12 @@ class Cause(msgspec.Struct, frozen=True, order=True, tag=True):
     message: str
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """What another rank answers to something that is not a step."""
+
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """A rank as sentences name it: "rank 3", "rank 3 on node 1 (10.0.0.2)"."""
