@@ -111,7 +111,7 @@ def _compare(kinds: _SubParsersAction[Any]) -> None:
         "--output-len", type=int, default=32, metavar="N", help="decode steps (default: 32)"
     )
     parser.add_argument(
-        "--prefill", type=int, default=512, metavar="N", help="of so long a prompt; 0: none (512)"
+        "--prefill", type=int, default=512, metavar="N", help="tokens of its prompt; 0: none (512)"
     )
     parser.add_argument(
         "--pause", action="store_true", help="wait for Enter before each round is timed"

@@ -1,0 +1,56 @@
+"""An agent: the model calls a tool, this script runs it, and the model answers.
+
+python examples/agent.py [URL]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+WEATHER = {"Paris": "sunny, 21 degrees"}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Name of the city."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def get_weather(city: str) -> str:
+    """The weather that this script knows of."""
+    return WEATHER.get(city, "unknown")
+
+
+def main(url: str = "http://127.0.0.1:30000", turns: int = 4) -> None:
+    """Asks until the model answers without a call, at most `turns` times."""
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        for _ in range(turns):
+            answer = client.chat.completions.create(
+                model="demo", messages=messages, tools=TOOLS, temperature=0, max_tokens=256
+            )
+            message: Any = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                print("answer:", message.content)
+                return
+            for call in message.tool_calls:
+                result = get_weather(**json.loads(call.function.arguments))
+                print("call:", call.function.name, call.function.arguments, "->", result)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,67 @@
+"""Sentences of a page, and what the house rules say of them."""
+
+from __future__ import annotations
+
+import re
+
+LONGEST = 30  # words of a sentence
+BANNED = {  # a pattern: words that it means, and what to write instead
+    r"such an? one": ("such a one", "name the thing"),
+    r"of so (?:many|long|large)": ("of so many", "say the number"),
+    r"what serves it": ("what serves it", "name it"),
+    r"whose rows of": ("whose rows of", "begin with the subject"),
+    r"goes on so": ("goes on so", "say what continues"),
+    r"if (?:it|he|one) likes": ("if it likes", "may"),
+    r"in order to": ("in order to", "to"),
+    r"please note": ("please note", "leave it out"),
+    r"seamless(?:ly)?|blazing(?:ly)?|cutting-edge|state-of-the-art": ("seamlessly", "a figure"),
+    r"simply|obviously|of course|basically": ("of course", "leave it out"),
+    r"leverag(?:e[sd]?|ing)|utili[sz](?:e[sd]?|ing)": ("utilizes", "use"),
+    r"under the hood": ("under the hood", "say where"),
+    r"out of the box": ("out of the box", "say which command"),
+}
+FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2\s*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[str]:
+    """The paragraphs, list items, headings and table cells of a page, as plain words.
+
+    Code blocks and comments are left out; inline code is one word; a link is its text.
+    """
+    text = FENCE.sub("\n\n", page)
+    text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.)\s)|\n(?=#)", text):
+        if part.lstrip().startswith("|"):
+            cells = (c for line in part.splitlines() for c in line.strip().strip("|").split("|"))
+            found += [c.strip() for c in cells if not re.fullmatch(r"[\s:-]*", c)]
+        else:
+            found.append(" ".join(re.sub(r"^\s*(?:[*+-]|\d+\.|#+|>)\s+", "", part).split()))
+    return [b for b in found if b]
+
+
+def sentences(block: str) -> list[str]:
+    """The sentences of a block: they end in a stop before a capital, a quote or code."""
+    return [s for s in re.split(r"(?<=[.!?])[)\"*_]*\s+(?=[\"(*_]*[A-Z0-9])", block) if s]
+
+
+def faults(page: str) -> list[str]:
+    """What is wrong with a page: a line per long sentence and per banned phrase."""
+    found = []
+    for block in blocks(page):
+        for sentence in sentences(block):
+            if (words := len(sentence.split())) > LONGEST:
+                found.append(f"{words} words: {sentence}")
+        found += banned(block)
+    return found
+
+
+def banned(text: str) -> list[str]:
+    """A line for each banned phrase in a text, with what to write instead."""
+    return [
+        f"{match[0]!r}: {remedy}, in: {text[max(0, match.start() - 40) : match.end() + 40]}"
+        for pattern, (_, remedy) in BANNED.items()
+        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+    ]

@@ -1,0 +1,133 @@
+"""Pages, help and errors keep to the plain English of CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prose import BANNED, LONGEST, banned, blocks, faults, sentences
+
+from ds_runtime.cli import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("changelog.d/*.md"),
+    ]
+)
+# Pages that are still to be rewritten. Whoever rewrites one takes it off; none may be added.
+TO_REWRITE = {
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "README.md",
+    "docs/api.md",
+    "docs/batch-invariant.md",
+    "docs/cache-groups.md",
+    "docs/contracts.md",
+    "docs/demo.md",
+    "docs/design.md",
+    "docs/formats.md",
+    "docs/hooks.md",
+    "docs/install.md",
+    "docs/kv-transfer.md",
+    "docs/lora.md",
+    "docs/many-devices.md",
+    "docs/numerics.md",
+    "docs/operating.md",
+    "docs/pains.md",
+    "docs/reliability.md",
+    "docs/serving-benchmark.md",
+    "docs/speculation.md",
+    "docs/structured-output.md",
+    "docs/support.md",
+    "docs/vendors.md",
+    "docs/writing-a-plugin.md",
+}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_is_in_plain_english(page: Path) -> None:
+    found = faults(page.read_text(encoding="utf-8"))
+    if name(page) in TO_REWRITE:
+        assert found, f"{name(page)} is in plain English: take it off TO_REWRITE"
+    else:
+        assert not found, "\n".join([name(page), *found])
+
+
+def test_the_pages_to_rewrite_exist() -> None:
+    assert {name(page) for page in PAGES} >= TO_REWRITE
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    """The parser of every verb and of the verbs below it."""
+    todo: list[argparse.ArgumentParser] = [build_parser()[0]]
+    while todo:
+        parser = todo.pop()
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                todo += action.choices.values()
+
+
+def test_no_help_has_a_banned_phrase() -> None:
+    said = {(p.prog, p.description or "") for p in parsers()}
+    said |= {(f"{p.prog} {a.dest}", str(a.help or "")) for p in parsers() for a in p._actions}
+    found = [f"{where}: {fault}" for where, text in sorted(said) for fault in banned(text)]
+    assert len(said) > 200 and not found, "\n".join(found)
+
+
+def raised(source: str) -> Iterator[str]:
+    """The texts of a module's errors: string constants below a `raise`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            for part in ast.walk(node.exc):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
+def test_no_error_has_a_banned_phrase() -> None:
+    count, found = 0, []
+    for path in (p for r in ("core", "kit", "plugins") for p in ROOT.glob(f"{r}/**/*.py")):
+        for text in raised(path.read_text(encoding="utf-8")):
+            count += 1
+            found += [f"{name(path)}: {fault}" for fault in banned(text)]
+    assert count > 500 and not found, "\n".join(found)
+
+
+WORD = st.text("abcdefg", min_size=1, max_size=6)  # no banned phrase has these letters alone
+LONG = st.lists(WORD, min_size=LONGEST + 1, max_size=60).map(lambda w: " ".join(w).capitalize())
+SHORT = st.lists(WORD, min_size=1, max_size=LONGEST).map(lambda w: " ".join(w).capitalize())
+
+
+@given(LONG, st.sampled_from(["{}.", "* {}.", "1. {}.", "> {}.", "| {}. | x |", "# {}"]))
+def test_a_long_sentence_is_found_wherever_it_stands(text: str, form: str) -> None:
+    assert any("words" in fault for fault in faults(f"Before.\n\n{form.format(text)}\n"))
+
+
+@given(st.lists(SHORT, min_size=1, max_size=5))
+def test_sentences_are_told_apart(several: list[str]) -> None:
+    assert sentences(". ".join(several) + ".") == [f"{s}." for s in several]
+
+
+@pytest.mark.parametrize(("phrase", "remedy"), BANNED.values())
+def test_every_banned_phrase_is_found_in_prose_and_not_in_code(phrase: str, remedy: str) -> None:
+    for text in (phrase, phrase.upper()):
+        (fault,) = faults(f"We\n{text} here.\n")
+        assert text in fault and remedy in fault
+    assert not faults(f"Text.\n\n```\n{phrase}\n```\n\nWith `{phrase}` in it.\n")
+
+
+def test_links_are_their_text_and_comments_are_nothing() -> None:
+    assert blocks("<!-- so many words -->\nSee [the page](a/b.md).\n") == ["See the page."]

@@ -1,0 +1,81 @@
+"""Every file of examples/ runs and prints what it is for."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import serving
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CLIENTS = {  # each against a server: a pattern of what it prints
+    "client.py": r"579\n",
+    "agent.py": r'call: get_weather \{"city": "Paris"\} -> sunny, 21 degrees\n(.*\n)*answer: .+\n',
+    "schema.py": r"\{'sum': 42\}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving("demo", "--context-length", "2048") as server:
+        yield server.wait_url()
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    files = {p.name for p in EXAMPLES.glob("*.py")}
+    assert files == CLIENTS.keys() | {"offline.py"}
+    linked = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text()))
+    assert linked == files | {"plugin"}
+
+
+def test_the_offline_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "offline.py"))["main"]()
+    out = capsys.readouterr().out
+    assert "</think>23 stop" in out and "</think>85 stop" in out
+    assert len(out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_client_prints_its_answer(
+    name: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(EXAMPLES / name))["main"](url)
+    out = capsys.readouterr().out
+    assert re.fullmatch(CLIENTS[name], out), out
+
+
+def test_the_plugin_serves_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from ds_runtime import LLM, SamplingParams
+
+    for path in ("__init__", "kernels"):
+        module = "acme" if path == "__init__" else f"acme.{path}"
+        made = types.ModuleType(module)
+        monkeypatch.setitem(sys.modules, module, made)
+        source = (EXAMPLES / "plugin" / "acme" / f"{path}.py").read_text()
+        exec(compile(source, module, "exec"), made.__dict__)
+    x = torch.randn(5, 64)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(
+        sys.modules["acme.kernels"].silu_mul(x), torch.sigmoid(gate) * gate * up
+    )
+    calls: list[int] = []
+    own = sys.modules["acme.kernels"].silu_mul
+
+    def counted(gate_up: torch.Tensor) -> torch.Tensor:
+        calls.append(len(gate_up))
+        return own(gate_up)
+
+    monkeypatch.setattr(sys.modules["acme.kernels"], "silu_mul", counted)
+    with LLM(
+        model="demo", platform="cpu", disable_graph=True, extra_plugins=[sys.modules["acme"]]
+    ) as llm:
+        (output,) = llm.generate(["12+30="], SamplingParams(max_tokens=4))
+    assert calls and output.token_ids
