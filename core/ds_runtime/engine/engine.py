@@ -299,13 +299,9 @@ class Engine:
             stats.host_loaded_bytes, stats.host_load_seconds = loaded.nbytes, loaded.seconds
         if (disk := self.disk) is not None:
             stats.disk_written_bytes, stats.disk_read_bytes = disk.bytes_written, disk.bytes_read
-<<<<<<< HEAD
-            stats.disk_stopped = int(bool(disk.folder.stopped))
+            stats.disk_stopped = int(bool(disk.stopped))
         if (counts := self.runner.model.counts) is not None:
             stats.expert_tokens = counts.read(now=not self.has_work)
-=======
-            stats.disk_stopped = int(bool(disk.stopped))
->>>>>>> hE
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
         stats.compilations = {" ".join(key): count for key, count in counted().items()}
