@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_experts import Reading
-from cpu_steps import PROMPT, RESULTS, Steps
+from cpu_steps import PROMPT, RESULTS, Steps, settings_of
 
 from ds_runtime_bench.ops.step_work import step_bytes
 from ds_runtime_bench.record import append, environment
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 4, 16])
     args = parser.parse_args()
-    settings = dict(pair.split("=", 1) for pair in args.set)
+    settings = settings_of(args.set)
     most = max(args.batch_size)
     steps = Steps(args.checkpoint, {"platform": "cpu", **settings}, most, PROMPT + FIRST + STEPS)
     reading, results = Reading(), []

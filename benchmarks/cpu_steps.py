@@ -80,6 +80,12 @@ class Steps:
         return time.perf_counter() - start
 
 
+def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs as fields of EngineConfig, numbers as such."""
+    split = (pair.split("=", 1) for pair in pairs)
+    return {name: int(value) if value.isdigit() else value for name, value in split}
+
+
 def measured(steps: Steps, count: int) -> dict[str, Any]:
     """Milliseconds of steps of `count` requests, both ways."""
     runner, found = steps.runner, dict[str, list[float]](recorded=[], op_by_op=[], call=[])
@@ -121,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args(argv)
-    settings = dict(pair.split("=", 1) for pair in args.set)
+    settings = settings_of(args.set)
     steps = Steps(args.checkpoint, {"platform": "cpu", **settings}, max(args.batch_size))
     results = []
     for count in args.batch_size:

@@ -80,20 +80,27 @@ struct Fp4Widen {
 struct Fp4Widen {
   const __m256i low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.low));
   const __m256i high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.high));
-  void pair(const uint8_t* p, bf16* out) const {
-    for (int half = 0; half < 2; ++half, p += 32, out += 64) {
+  // body(i, the pairs of columns 8 i to 8 i + 7)
+  template <class Body>
+  void vectors(const uint8_t* p, Body body) const {
+    DS_UNROLL
+    for (int i = 0; i < 8; i += 4, p += 32) {
       const __m256i line = _mm256_loadu_si256((const __m256i*)p);
-      put(line, out);
-      put(_mm256_srli_epi16(line, 4), out + 32);
+      two(line, i, body);
+      two(_mm256_srli_epi16(line, 4), i + 2, body);
     }
+  }
+  void pair(const uint8_t* p, bf16* out) const {
+    vectors(p, [&](int i, __m256i v) { _mm256_storeu_si256((__m256i*)(out + 16 * i), v); });
   }
 
  private:
-  void put(__m256i codes, bf16* out) const {
+  template <class Body>
+  void two(__m256i codes, int i, Body body) const {
     const __m256i at = _mm256_and_si256(codes, _mm256_set1_epi8(15));
     const __m256i a = _mm256_shuffle_epi8(low, at), b = _mm256_shuffle_epi8(high, at);
-    _mm256_storeu_si256((__m256i*)out, _mm256_unpacklo_epi8(a, b));
-    _mm256_storeu_si256((__m256i*)(out + 16), _mm256_unpackhi_epi8(a, b));
+    body(i, _mm256_unpacklo_epi8(a, b));
+    body(i + 1, _mm256_unpackhi_epi8(a, b));
   }
 };
 
@@ -115,6 +122,7 @@ struct Fp4Widen {
 struct Fp4Codes {
   static constexpr int64_t PAIR = 64, HEAD = 64;
   static constexpr float LIFT = 1;
+  static constexpr bool VECTORS = true;
   static F scales(const char* head, int c) {
 #if defined(__AVX512BW__)
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(head + c)));

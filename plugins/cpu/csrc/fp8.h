@@ -141,6 +141,7 @@ struct Fp8Codes {
   static constexpr int64_t PAIR = 128;  // bytes of a pair of k for 64 columns
   static constexpr int64_t HEAD = 64 * int64_t(sizeof(float));  // and of the scales of a group
   static constexpr float LIFT = FP8_LIFT;
+  static constexpr bool VECTORS = false;
   static F scales(const char* head, int c) { return F::load((const float*)head + c); }
   struct Widen : Fp8Widen {
 #if defined(__AVX512BW__)

@@ -34,10 +34,12 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
   split_pairs(_mm512_loadu_si512(p), even, odd);
 }
 #elif defined(__AVX2__)
-inline void load_pairs(const bf16* p, F& even, F& odd) {
-  __m256i v = _mm256_loadu_si256((const __m256i*)p);
+inline void split_pairs(__m256i v, F& even, F& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000u))))};
+}
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  split_pairs(_mm256_loadu_si256((const __m256i*)p), even, odd);
 }
 #else
 inline void load_pairs(const bf16* p, F& even, F& odd) {
@@ -48,11 +50,10 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
 }
 #endif
 
-// acc += dots over k elements of M rows with C vectors of columns, as float32: rows are widened in
-// pieces that stay in the first-level cache, weights on the way to registers. load(even, odd) gives
-// the next pair of k. Rows are read up to k only.
-template <int M, int C, class X, class Load>
-inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead, Load load) {
+// two(rows, i) for every pair of k elements of M rows, as float32: rows are widened in pieces that stay
+// in the first-level cache, and read up to k only.
+template <int M, class X, class Two>
+inline void each_pair(int64_t k, const X* const* x, Ahead& ahead, Two two) {
   constexpr int64_t PIECE = 128;
   alignas(64) float rows[M][PIECE];
   for (int64_t k0 = 0; k0 < k; k0 += PIECE) {
@@ -62,22 +63,6 @@ inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahea
       widen_row(x[m] + k0, rows[m], n);
       if (n % 2) rows[m][n] = 0.0f;  // whose weights are zeros
     }
-    auto two = [&](int64_t i) {
-      F even[C], odd[C];
-      load(even, odd);
-      DS_UNROLL
-      for (int m = 0; m < M; ++m) {
-        const F value = F::all(rows[m][i]);
-        DS_UNROLL
-        for (int c = 0; c < C; ++c) acc[m][c] = fma(even[c], value, acc[m][c]);
-      }
-      DS_UNROLL
-      for (int m = 0; m < M; ++m) {
-        const F value = F::all(rows[m][i + 1]);
-        DS_UNROLL
-        for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], value, acc[m][c]);
-      }
-    };
     int64_t i = 0;
     DS_ROLLED
     while (i + AHEAD_STEP <= n) {
@@ -85,12 +70,34 @@ inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahea
       DS_ROLLED
       for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) {
         ahead.piece<PAIRS>();
-        two(i);
+        two(rows, i);
       }
     }
     DS_ROLLED
-    for (; i < n; i += 2) two(i);
+    for (; i < n; i += 2) two(rows, i);
   }
+}
+
+// acc += dots over k elements of M rows with C vectors of columns, weights widened on the way to
+// registers. load(even, odd) gives the next pair of k.
+template <int M, int C, class X, class Load>
+inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead, Load load) {
+  each_pair<M>(k, x, ahead, [&](const auto& rows, int64_t i) {
+    F even[C], odd[C];
+    load(even, odd);
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const F value = F::all(rows[m][i]);
+      DS_UNROLL
+      for (int c = 0; c < C; ++c) acc[m][c] = fma(even[c], value, acc[m][c]);
+    }
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const F value = F::all(rows[m][i + 1]);
+      DS_UNROLL
+      for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], value, acc[m][c]);
+    }
+  });
 }
 
 // The same for bfloat16 weights as they lie.
