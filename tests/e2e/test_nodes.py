@@ -131,8 +131,9 @@ def test_a_node_with_another_secret_is_refused_and_may_come_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_to_every_node_lets_running_requests_end(signals):
-    """As torchrun and Kubernetes send it; two to a node that has no HTTP end it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_node_lets_running_requests_end(number, signals):
+    """As torchrun and Kubernetes send it, and Ctrl-C; two to a node that has no HTTP end it."""
     with nodes((), ()) as (first, second):
         url = first.wait_url()
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
@@ -144,10 +145,10 @@ def test_a_signal_to_every_node_lets_running_requests_end(signals):
                     last, tokens = line or last, tokens + line.startswith("data: {")
                     if tokens == 5:
                         for one in (second, first):
-                            one.process.send_signal(signal.SIGTERM)
+                            one.process.send_signal(number)
                         if signals == 2:
                             time.sleep(0.5)
-                            second.process.send_signal(signal.SIGTERM)
+                            second.process.send_signal(number)
             except httpx.HTTPError:
                 assert signals == 2
         codes = [said(one)[0] for one in (first, second)]

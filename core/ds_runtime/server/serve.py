@@ -100,7 +100,8 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
     with logging_to(server), private_folder() as folder:
         engine = EngineProcesses(config, folder, explicit, tell=tell)
         at = f"node {config.node_rank} of {config.nnodes}"
-        signal.signal(signal.SIGTERM, ask)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, ask)
         try:
             engine.start()
             print(
@@ -114,10 +115,9 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
                 print(f"{at}: waits up to {patience:g} s for node 0 to end; another signal ends it")
                 sys.stdout.flush()
                 engine.group.over.wait(patience)
-        except KeyboardInterrupt:
-            return 130
         finally:
-            engine.group.stop(0.0)
+            with interrupt.ignored(signal.SIGTERM):
+                engine.group.stop(0.0)
         if (reason := engine.poll()) is not None:
             print(f"ds-runtime: {at}: {reason}", file=sys.stderr, flush=True)
     return int(reason is not None)

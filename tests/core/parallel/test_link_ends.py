@@ -8,13 +8,16 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_link import OWN, Word, differ, free_port, lives, others
 
 from ds_runtime.common.patience import WHOLE
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
-from ds_runtime.parallel.link.messages import Cause, Hello, report
+from ds_runtime.parallel.link.messages import Cause, Hello, Known, first_of, instead, report
+from examples import examples
 
 MATES = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
 
@@ -70,7 +73,7 @@ def test_one_that_was_killed_is_told_of_by_another_and_is_first():
         failed = threading.Thread(target=leader.fail, args=("rank 0 failed: closed by peer",))
         failed.start()
         ends[1].close()
-        report(address, None, Cause(0.0, 2, "engine rank 2 was ended by SIGKILL"))
+        report(address, None, Cause(Known.SEEN, 2, "engine rank 2 was ended by SIGKILL"))
         said = "engine rank 2 was ended by SIGKILL (on node 2)"
         assert ends[0].fail(1, "rank 1 failed: closed by peer") == said
         failed.join()
@@ -119,14 +122,24 @@ def test_who_comes_when_all_have_met_is_refused_and_disturbs_nobody():
 
 
 def test_many_causes_are_heard_in_time():
-    """The first is said last."""
+    """The first is said last, by somebody who saw it."""
     with three() as (address, _, _, told):
         other = Member(address)
-        for number in range(200):
-            other._end.socket.send(msgspec.msgpack.encode(Cause(9.0 + number, 1, "later")))
-        other._end.socket.send(msgspec.msgpack.encode(Cause(0.0, 2, "the first")))
+        for _ in range(200):
+            other._end.socket.send(msgspec.msgpack.encode(Cause(Known.SAID, 1, "later")))
+        other._end.socket.send(msgspec.msgpack.encode(Cause(Known.SEEN, 2, "the first")))
         assert told[0].event.wait(WHOLE) and told[0].why == "the first (on node 2)"
         other.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from(Known), st.integers(1, 2)), min_size=1, max_size=6))
+@settings(max_examples=examples(40))
+def test_what_was_seen_is_first_then_what_came_first(said):
+    """No clock of another machine has a say."""
+    causes = [Cause(known, rank, f"{at}") for at, (known, rank) in enumerate(said)]
+    first = first_of(causes)
+    least = min(known for known, _ in said)
+    assert int(first.message) == [known for known, _ in said].index(least)
 
 
 def test_one_that_vanishes_is_named():
@@ -197,7 +210,9 @@ def test_a_failure_before_all_have_met_is_told_with_its_reason():
     address = f"tcp://127.0.0.1:{free_port()}"
     leader = Leader(address, OWN, differ, 1)
     with others(address, MATES[0]) as found:
-        threading.Timer(0.3, report, (address, None, Cause(0.0, 2, "rank 2: no device"))).start()
+        threading.Timer(
+            0.3, report, (address, None, Cause(Known.SEEN, 2, "rank 2: no device"))
+        ).start()
         with pytest.raises(EngineDeadError, match=r"^rank 2: no device \(on node 2\)"):
             leader.wait("there", 20, lives)
         leader.part()
@@ -229,3 +244,113 @@ def test_any_timeout_can_be_waited_for():
     leader.leave()
     leader.close()
     one.close()
+
+
+@contextmanager
+def starting(size=3):
+    """Rank 0 awaits others: its address, its end, and what its wait has ended with."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader, found = Leader(address, msgspec.structs.replace(OWN, size=size), differ, 1), []
+
+    def wait():
+        with pytest.raises((ConfigError, EngineDeadError)) as ended:
+            leader.wait("there", 100, lives)
+        found.append(str(ended.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    yield address, leader, waiting, found
+    waiting.join(WHOLE)
+    assert not waiting.is_alive()
+    leader.part()
+
+
+def test_a_rank_that_dies_before_it_has_decided_anything_is_missed():
+    with starting() as (address, _, waiting, found):
+        one = Member(address)
+        one.arrive(1)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        one._end.part()
+        waiting.join(WHOLE)
+        assert found[0].startswith("rank 1 on node 1 (127.0.0.1) has left, or cannot be reached")
+        assert time.monotonic() - begin < WHOLE
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_refusal_reaches_ranks_that_have_not_decided_yet(comes):
+    """However long they take, though rank 0 has gone meanwhile."""
+    with starting() as (address, _, waiting, found):
+        ends = [Member(address), Member(address)]
+        for end, mate in zip(ends, MATES, strict=True):
+            end.arrive(mate.rank)
+        bad = msgspec.structs.replace(MATES[0], version="0.0.9")
+        time.sleep(0.3)
+        with pytest.raises(ConfigError, match=r"runs ds-runtime 0\.0\.9"):
+            ends[0].greet(bad, 20)
+        waiting.join(3)
+        assert not waiting.is_alive(), "it knows that all have been told"
+    time.sleep(1)
+    if comes:
+        with pytest.raises(ConfigError) as refusal:
+            ends[1].greet(MATES[1], 20)
+        assert str(refusal.value) == found[0]
+    else:  # it fails itself meanwhile
+        assert ends[1].fail(2, "engine rank 2 failed: z") == found[0]
+    for end in ends:
+        end.close()
+
+
+def test_a_rank_that_fails_before_it_has_decided_tells_at_once():
+    with starting(size=2) as (address, _, waiting, found):
+        one = Member(address)
+        one.arrive(1)
+        begin = time.monotonic()
+        assert one.fail(1, "engine rank 1 failed: x") == "engine rank 1 failed: x (on node 1)"
+        waiting.join(WHOLE)
+        assert found == ["engine rank 1 failed: x (on node 1)"]
+        assert time.monotonic() - begin < 2
+        one.close()
+
+
+def test_rank_0_that_fails_before_it_awaits_others_tells_them():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader = Leader(address, msgspec.structs.replace(OWN, size=2), differ, 1)
+    with others(address, MATES[0]) as found:
+        time.sleep(0.3)
+        begin = time.monotonic()
+        leader.fail("--tp 2: 1 devices are needed")
+        leader.fail("--tp 2: 1 devices are needed")  # once is enough
+        leader.part()
+    assert time.monotonic() - begin < WHOLE
+    assert str(found[0].found) == "--tp 2: 1 devices are needed"
+
+
+@pytest.mark.parametrize("when", ["before it listened", "in the start", "at work"])
+def test_why_rank_0_was_killed_is_told_by_another_in_its_place(when):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    said, told, own = "engine rank 0 was ended by SIGKILL", Told(), OWN
+    begin = time.monotonic()
+    if when == "at work":
+        with three() as (address, leader, _, many):
+            told = many[1]
+            leader._end.part()
+            instead(address, None, said, 3)
+            assert told.event.wait(WHOLE) and told.why == many[2].why == said
+    else:
+        leader = Leader(address, own, differ, 1) if when == "in the start" else None
+        with others(address, *MATES) as found:
+            time.sleep(0.5)
+            if leader is not None:
+                leader._end.part()
+            instead(address, None, said, 3)
+        assert [str(one.found) for one in found] == [said] * 2
+    assert time.monotonic() - begin < WHOLE
+
+
+def test_an_address_that_somebody_has_is_left_to_him():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader, begin = Leader(address, OWN, differ, 1), time.monotonic()
+    instead(address, None, "x", 5)
+    assert time.monotonic() - begin < 1
+    leader.part()

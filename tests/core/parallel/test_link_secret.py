@@ -16,7 +16,7 @@ from ds_runtime.parallel.link import member as member_module
 from ds_runtime.parallel.link.end import secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
-from ds_runtime.parallel.link.messages import Hello
+from ds_runtime.parallel.link.messages import Cause, Hello, Known, ask_why, report
 
 OWN = Hello(0, 2, '{"plan": "of seven layers"}', "m")
 MATE = msgspec.structs.replace(OWN, rank=1)
@@ -65,7 +65,7 @@ def test_who_knows_the_secret_meets_whatever_it_is(keys, word):
 
 
 @pytest.mark.parametrize("ours", ["word"])
-@pytest.mark.parametrize("theirs", ["world", ""])
+@pytest.mark.parametrize("theirs", ["world", "", None])
 def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ours, theirs):
     if ours == theirs:
         return
@@ -84,6 +84,27 @@ def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ou
     assert told == ["met"] and found[0].found == ["there"]
     if ours and theirs:
         assert capsys.readouterr().err.count("a rank with another secret than rank 0 was") == 1
+
+
+@pytest.mark.parametrize("call", ["greet", "fail", "close", "report", "ask_why"])
+def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call):
+    """ZeroMQ has given the connection up by then, and there will be none."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    leader = Leader(address, OWN, differ, 1, keys("word"))
+    stranger, begin = Member(address), time.monotonic()
+    time.sleep(1)
+    if call == "greet":
+        with pytest.raises(ConfigError, match="has another secret"):
+            stranger.greet(MATE, 20)
+    elif call == "fail":
+        assert stranger.fail(1, "x") == "x"
+    elif call == "report":
+        report(address, None, Cause(Known.SEEN, 1, "x"))
+    elif call == "ask_why":
+        assert ask_why(address, None, 0.5) == ""
+    stranger.close()
+    assert time.monotonic() - begin < 12
+    leader.part()
 
 
 def test_who_listens_there_and_knows_no_secret_learns_and_says_nothing(keys, soon):

@@ -136,6 +136,14 @@ class Dying:
 
     name = "mortal"
 
+    def process_env(self):
+        die("environment")
+        return super().process_env()
+
+    def init_worker(self, *given):
+        die("device")
+        super().init_worker(*given)
+
     def communicator(self, rank, size, init_method, timeout=600.0):
         die("start")
         made = super().communicator(rank, size, init_method, timeout)

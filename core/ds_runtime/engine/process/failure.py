@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_runtime import errors
+from ds_runtime.parallel.link.member import Member
 
 if TYPE_CHECKING:
     from ds_runtime.engine.process.rankspec import RankSpec
@@ -72,6 +73,24 @@ def leave_reason(folder: Path, rank: int, error: BaseException, when: float | No
             when = time.time() if when is None else when
             part.write_text(json.dumps([when, rank, kind, message]))
             part.replace(path)
+
+
+@contextlib.contextmanager
+def member_of(spec: RankSpec) -> Iterator[Member]:
+    """The link of a rank other than 0 to rank 0, which is told of whatever fails in here. Raises
+    EngineDeadError where ranks of other nodes end, with why.
+    """
+    with during("at the start"):
+        member = Member(spec.address, spec.keys)
+    try:
+        member.arrive(spec.rank)
+        yield member
+    except BaseException as e:
+        own = described(e, spec.rank)
+        if not (why := member.fail(spec.rank, own)).startswith(own):
+            raise errors.EngineDeadError(why) from e
+        raise
+    member.close()
 
 
 def leave(spec: RankSpec, why: str) -> None:

@@ -34,7 +34,7 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import NAME, SHOW_THREADS, UNGUARDED, rank_main
-from ds_runtime.parallel.link.messages import Cause, report
+from ds_runtime.parallel.link.messages import Cause, Known, instead, report
 from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line
@@ -73,6 +73,7 @@ class RankGroup:
         self._ended = False  # by this process
         self._failed = threading.Event()
         self.failure: errors.DsRuntimeError | None = None
+        self._watcher: threading.Thread | None = None
         self._wake, self._woken = multiprocessing.Pipe()
         self._sentry = None if own is None else Sentry(own.folder, STUCK)
 
@@ -83,7 +84,8 @@ class RankGroup:
         with interrupt.ignored():
             for spec in self._specs:
                 self._processes.append(self._start(context, spec, lives))
-        threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True)
+        self._watcher.start()
         tell_stopped(self.pids, self._stopping, self._end_stopped)
         if self._sentry is not None:
             ranks = [spec.rank for spec in self._specs]
@@ -183,6 +185,8 @@ class RankGroup:
             self._wake.send_bytes(b"stop")
         if self._sentry is not None:
             self._sentry.close()
+        if self._watcher is not None and self._specs[0].nodes:  # other nodes are told why
+            self._watcher.join(3 * WORD)
         return said
 
     def _end(self, deadline: float) -> None:
@@ -207,25 +211,37 @@ class RankGroup:
                 time.sleep(NEIGHBOURS)
                 if self._first() is None and self._far:
                     continue
-                self._tell_other_nodes(list(alive))
+                self._tell_rank_0(list(alive))
                 self.failure = self._first()
                 self._failed.set()
                 self._end(time.monotonic() + ENDING)
+                self._tell_for_rank_0()
                 break
         self.over.set()
 
-    def _tell_other_nodes(self, alive: list[int]) -> None:
+    @property
+    def _lacks_rank_0(self) -> bool:
+        """Whether rank 0 of several nodes was here, and has ended."""
+        return not self._far and bool(self._specs[0].nodes) and not self._processes[0].is_alive()
+
+    def _tell_rank_0(self, alive: list[int]) -> None:
         """What these ranks have left, and let those that live tell it, and leave, by themselves."""
         spec = self._specs[0]
-        if not spec.nodes:
+        if not spec.nodes or self._lacks_rank_0:
             return
         for when, rank, _, message in self._left():
-            if when == 0.0 and rank:  # it could not say so itself, and rank 0 hears it
-                report(spec.address, spec.keys, Cause(when, rank, message))
+            if when == 0.0:  # it could not say so itself
+                report(spec.address, spec.keys, Cause(Known.SEEN, rank, message))
         deadline = time.monotonic() + 2 * WORD
         while alive and (left := deadline - time.monotonic()) > 0:
             ended = wait(alive, left)
             alive = [one for one in alive if one not in ended]
+
+    def _tell_for_rank_0(self) -> None:
+        """Ranks of other nodes may wait for rank 0, or ask why it has gone."""
+        spec = self._specs[0]
+        if self._lacks_rank_0 and self.failure is not None:
+            instead(spec.address, spec.keys, str(self.failure), 2 * WORD)
 
     def _end_stopped(self, pid: int) -> None:
         spec = self._specs[self.pids.index(pid)]

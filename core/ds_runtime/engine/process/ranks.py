@@ -13,10 +13,10 @@ from ds_runtime.assembly.plan import difference
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.common import garbage
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.process.failure import described, during, leave
+from ds_runtime.engine.process.failure import during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
-from ds_runtime.errors import CheckpointError, EngineDeadError, UnsupportedError
+from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.kv.tiers.disks import follower_of
 from ds_runtime.kv.tiers.linked import DiskFollower, DiskJob
 from ds_runtime.parallel.link.member import Member
@@ -66,25 +66,11 @@ def differences(here: str, there: str) -> list[str]:
     return difference(json.loads(here), json.loads(there))
 
 
-def follow(spec: RankSpec) -> None:
-    """The life of a rank other than 0: do what rank 0 does, until it says to leave. Raises
-    EngineDeadError where ranks of other nodes end, with why.
-    """
+def follow(spec: RankSpec, member: Member) -> None:
+    """The life of a rank other than 0: do what rank 0 does, until it says to leave."""
     with during("at the start"):
         assembly = spec.assemble()
-        member = Member(spec.address, spec.keys)
-    try:
-        _follow(spec, assembly, member)
-    except BaseException as e:
-        own = described(e, spec.rank)
-        if not (why := member.fail(spec.rank, own)).startswith(own):
-            raise EngineDeadError(why) from e
-        raise
-    member.close()
-
-
-def _follow(spec: RankSpec, assembly: Assembly, member: Member) -> None:
-    own, timeout = spec.hello(assembly), assembly.config.dist_timeout
+        own, timeout = spec.hello(assembly), assembly.config.dist_timeout
 
     def met() -> str:
         meeting = member.greet(own, timeout)

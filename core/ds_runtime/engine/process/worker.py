@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from ds_runtime.engine.process.failure import during, leave_reason
+from ds_runtime.engine.process.failure import during, leave_reason, member_of
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import LEFT
 from ds_runtime.errors import DsRuntimeError
@@ -57,17 +57,17 @@ def rank_main(
         faulthandler.register(SHOW_THREADS, all_threads=True)
     _exit_with_parent(spec.folder)
     try:
-        with during("at the start"):
-            for name, value in spec.process_env().items():  # before torch loads what reads them
-                os.environ.setdefault(name, value)
         if spec.rank == 0:
+            _prepare(spec)
             from ds_runtime.engine.process.loop import serve
 
             serve(spec)
         else:
-            from ds_runtime.engine.process.ranks import follow
+            with member_of(spec) as member:
+                _prepare(spec)
+                from ds_runtime.engine.process.ranks import follow
 
-            follow(spec)
+                follow(spec, member)
         if life is not None:
             os.write(life.fileno(), LEFT)
         sys.stdout.flush()
@@ -79,6 +79,12 @@ def rank_main(
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # no clean-up: other ranks may never answer again
+
+
+def _prepare(spec: RankSpec) -> None:
+    with during("at the start"):
+        for name, value in spec.process_env().items():  # before torch loads what reads them
+            os.environ.setdefault(name, value)
 
 
 def _exit_with_parent(folder: Path) -> None:

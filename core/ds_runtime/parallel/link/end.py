@@ -48,8 +48,7 @@ class Happened(NamedTuple):
 
 
 class LinkEnd:
-    """A socket that keeps everything sent to it, and never blocks in sending. Each call needs
-    `lock`, from whatever thread.
+    """A socket that keeps everything sent to it. Each call needs `lock`, from whatever thread.
 
     closing: the end of a connection is no news any more. far: the other end is on another node.
     Raises ConfigError where keys are given and ZeroMQ was built without CURVE.
@@ -87,6 +86,21 @@ class LinkEnd:
         else:  # who has this key knows the secret
             self.socket.curve_serverkey = keys.public
 
+    def say(self, data: bytes, *to: bytes) -> bool:
+        """Send, and never wait: False where there is nobody. to: a ROUTER's, the name of the
+        connection. ZeroMQ gives a connection up for good that speaks otherwise, as one without a
+        secret does to one that has one, and would then wait for another in sending.
+        """
+        try:
+            self.socket.send_multipart((*to, data), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
     def happened(self, milliseconds: int) -> Happened | None:
         """The next thing that became of a connection; None if there is none for so long."""
         if not self._monitor.poll(milliseconds):
@@ -102,9 +116,16 @@ class LinkEnd:
 
     def close(self) -> None:
         """Send what is unsent, for a moment, and let go. The caller's thread is the last."""
+        self._let_go(LINGER)
+
+    def part(self) -> None:
+        """Let go, and send nothing more."""
+        self._let_go(0.0)
+
+    def _let_go(self, seconds: float) -> None:
         self.closing.set()
         with self.lock:
-            self._context.destroy(linger=int(LINGER * 1000))
+            self._context.destroy(linger=int(seconds * 1000))
 
 
 def numeric(address: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from ds_runtime.common.patience import LATE, LINGER, SIGN, WORD
-from ds_runtime.errors import ConfigError, DsRuntimeError, EngineDeadError
+from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
 from ds_runtime.parallel.link.messages import (
     BYE,
@@ -21,16 +21,18 @@ from ds_runtime.parallel.link.messages import (
     SIGN_OF_LIFE,
     Cause,
     Hello,
+    Here,
+    Known,
     Lost,
     RankPlace,
     Told,
     Welcome,
+    first_of,
 )
 
 _LOOK = 100  # milliseconds
 _MANY = 1000  # messages that are read in a row
 _LONGEST = 10_000  # characters of a reason
-_SILENT = 1.0  # when a rank failed that cannot say so: before those that failed with it
 
 Differ = Callable[[str, str], list[str]]
 """Says how two plans differ: that of rank 0, and another's."""
@@ -51,12 +53,13 @@ class Leader:
     ) -> None:
         self._own, self._differ, self._per_node = own, differ, per_node
         self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
+        self._fit = set[int]()  # ranks that have said hello
         self._causes: list[Cause] = []
         self._told: list[bytes] = []
-        self._strangers, self._met, self._leaving = 0, False, False
+        self._strangers, self._met, self._leaving, self._off = 0, False, False, False
         self._watcher: threading.Thread | None = None
         self._end = LinkEnd(zmq.ROUTER, address, keys)
-        self._decoder = msgspec.msgpack.Decoder(Hello | Cause | Told)
+        self._decoder = msgspec.msgpack.Decoder(Here | Hello | Cause | Told)
         try:
             self.address = numeric(address)
             self._end.socket.bind(self.address)
@@ -82,21 +85,20 @@ class Leader:
                     if self._end.far and looks % int(SIGN * 1000 / _LOOK) == 0:
                         self._give_sign()
                 if self._causes:
-                    raise EngineDeadError(min(self._causes).message)
+                    raise EngineDeadError(first_of(self._causes).message)
                 if (reason := check()) is not None:
                     raise EngineDeadError(reason)
                 if time.monotonic() > deadline:
                     raise EngineDeadError(self._late(missing, timeout))
         except BaseException as e:
-            self._refuse(e)
+            self._refuse(str(e), isinstance(e, Exception))
             raise
         with self._end.lock:
             self._send(msgspec.msgpack.encode(Welcome(meet)))
             self._met = True
 
     def _missing(self) -> list[int]:
-        come = {place.rank for place in self._ranks.values()}
-        return [rank for rank in range(1, self._own.size) if rank not in come]
+        return [rank for rank in range(1, self._own.size) if rank not in self._fit]
 
     def _read(self, milliseconds: int) -> bool:
         """The next that another says; whether there is one for so long. Raises ConfigError for a
@@ -121,7 +123,12 @@ class Leader:
             if name.bytes in self._ranks:
                 self._told.append(said.data)
         elif 0 < said.rank < self._own.size:
-            self._greet(name.bytes, said, str(data.get("Peer-Address")) if self._per_node else "")
+            peer = str(data.get("Peer-Address")) if self._per_node else ""
+            place = RankPlace(said.rank, self._per_node or 1, peer)
+            if isinstance(said, Hello):
+                self._greet(name.bytes, said, place)
+            elif not self._met:
+                self._ranks[name.bytes] = place
         return True
 
     def _look_at_strangers(self) -> None:
@@ -138,19 +145,19 @@ class Leader:
     def _placed(self, cause: Cause) -> Cause:
         node = cause.rank // self._per_node if self._per_node else 0
         message = cause.message[:_LONGEST] + (f" (on node {node})" if node else "")
-        return Cause(cause.when, cause.rank, message)
+        return Cause(cause.known, cause.rank, message)
 
-    def _greet(self, name: bytes, hello: Hello, peer: str) -> None:
-        place = RankPlace(hello.rank, self._per_node or 1, peer)
+    def _greet(self, name: bytes, hello: Hello, place: RankPlace) -> None:
         why = self._unfit(hello, place)
         if not why and hello.rank not in self._missing():
             why = f"{place} came twice: give every node a --node-rank of its own"
         if self._met:  # those that are at work go on
-            self._send_to(name, msgspec.msgpack.encode(Welcome(refused=why)))
+            self._end.say(msgspec.msgpack.encode(Welcome(refused=why)), name)
             return
         self._ranks[name] = place
         if why:
             raise ConfigError(why)
+        self._fit.add(hello.rank)
 
     def _unfit(self, hello: Hello, place: RankPlace) -> str:
         own = self._own
@@ -184,37 +191,27 @@ class Leader:
             said += "; ranks with another secret (--dist-token-file) were refused"
         return said
 
-    def _refuse(self, error: BaseException) -> None:
-        """Tell why, also those that come a little later."""
-        data = msgspec.msgpack.encode(Welcome(refused=str(error)))
-        told, stay = set[bytes](), self._end.far and isinstance(error, DsRuntimeError)
-        deadline = time.monotonic() + (LATE if stay else 0.0)
+    def _refuse(self, why: str, stay: bool = True) -> None:
+        """Tell why there is no start, also those that come a little later."""
+        self._off, data = True, msgspec.msgpack.encode(Welcome(refused=why))
+        told, deadline = set[bytes](), time.monotonic() + (LATE if stay and self._end.far else 0.0)
         while True:
             with self._end.lock:
                 for name in self._ranks.keys() - told:
-                    self._send_to(name, data)
+                    self._end.say(data, name)
                 told |= self._ranks.keys()
-                failed = {cause.rank for cause in self._causes}
-                if not {*self._missing()} - failed or time.monotonic() >= deadline:
+                known = {place.rank for place in self._ranks.values()}
+                known |= {cause.rank for cause in self._causes}
+                if known.issuperset(range(1, self._own.size)) or time.monotonic() >= deadline:
                     return
                 try:
                     self._read(_LOOK)
                 except ConfigError:
                     continue  # it is told all the same
 
-    def _send_to(self, name: bytes, data: bytes) -> bool:
-        """Whether there is such a connection."""
-        try:
-            self._end.socket.send_multipart((name, data))
-        except zmq.ZMQError as e:
-            if e.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
     def _send(self, data: bytes) -> None:
         for name in self._ranks:
-            self._send_to(name, data)
+            self._end.say(data, name)
 
     def send(self, message: msgspec.Struct) -> None:
         """Have every other rank do the same."""
@@ -237,9 +234,9 @@ class Leader:
     def _give_sign(self) -> None:
         """To every rank: those that cannot be reached have ended."""
         for name, place in self._ranks.items():
-            if not self._send_to(name, SIGN_OF_LIFE):
+            if not self._end.say(SIGN_OF_LIFE, name):
                 said = f"{place} has left, or cannot be reached any more"
-                self._causes.append(Cause(_SILENT, place.rank, said))
+                self._causes.append(Cause(Known.MISSED, place.rank, said))
 
     def watch(self, lost: Lost) -> None:
         """From now on tell all ranks, and `lost`, when one of another node has failed, or is gone
@@ -266,7 +263,7 @@ class Leader:
                     sign = time.monotonic() + SIGN / 2
                 if self._causes and not deadline:  # another may have failed before
                     deadline = time.monotonic() + WORD
-        first, own = min(self._causes), [c.message for c in self._causes if c.rank == 0]
+        first, own = first_of(self._causes), [c.message for c in self._causes if c.rank == 0]
         with self._end.lock:
             self._send(ENDS + first.message.encode())
         self._end.close()
@@ -274,13 +271,17 @@ class Leader:
             lost(first.message)
 
     def fail(self, message: str) -> None:
-        """Rank 0 has failed: tell all why the ranks end, and `lost` if another failed before. On
-        one node whoever started them tells.
+        """Rank 0 has failed: tell all why the ranks end, or do not start, and `lost` if another
+        failed before. On one node whoever started them tells.
         """
-        if self._watcher is not None and not self._end.closing.is_set():
+        if self._end.closing.is_set() or self._off:
+            return
+        if self._watcher is not None:
             with self._end.lock:
-                self._causes.append(Cause(time.time(), 0, message))
+                self._causes.append(Cause(Known.SAID, 0, message))
             self._watcher.join(WORD + 2 * LINGER)
+        elif not self._met:
+            self._refuse(message)
 
     def leave(self) -> None:
         """Tell the others to leave. Until `close` those are missed that have not."""

@@ -20,21 +20,27 @@ from ds_runtime.parallel.link.messages import (
     SIGN_OF_LIFE,
     Cause,
     Hello,
+    Here,
+    Known,
     Lost,
     Told,
     Welcome,
+    ask_why,
 )
 
 _LOOK = 100  # milliseconds
+_TAKEN = 0.3  # seconds to read what rank 0 had still said
 
 
 class Member:
     """Another rank's end, connected to rank 0 at `address`. keys: what rank 0 proves to know."""
 
     def __init__(self, address: str, keys: LinkKeys | None = None) -> None:
+        self._address, self._keys = address, keys
         self._end = LinkEnd(zmq.DEALER, address, keys)
         self._end.socket.connect(address)
         self._at = address.removeprefix("tcp://")
+        self._met = False
         self._kept = deque[bytes]()  # what the watching thread has read
         self._why = ""
         self._watcher: threading.Thread | None = None
@@ -43,18 +49,26 @@ class Member:
     def _where(self) -> str:
         return f"rank 0 on node 0 ({self._at})" if self._end.far else "rank 0"
 
-    @property
     def _gone(self) -> str:
+        """Why rank 0 is gone, if whoever started it tells; or that it is."""
+        if self._end.far and (why := ask_why(self._address, self._keys, WORD)):
+            return why
         how = "cannot be reached any more" if self._end.far else "was stopped by a signal"
         return f"{self._where} has left, or {how}"
+
+    def arrive(self, rank: int) -> None:
+        """Say that this rank is there, before it has decided anything."""
+        self._end.say(msgspec.msgpack.encode(Here(rank)))
 
     def greet(self, own: Hello, timeout: float) -> str:
         """Say hello; returns where the ranks meet. Raises ConfigError with rank 0's words where
         this one does not fit, or rank 0 has another secret, and EngineDeadError where it says
         nothing, or is gone.
         """
-        self._end.socket.send(msgspec.msgpack.encode(own))
-        deadline, refused, ended = time.monotonic() + timeout, 0.0, False
+        now, ended = time.monotonic(), False
+        deadline, refused = now + timeout, 0.0
+        if not self._end.say(msgspec.msgpack.encode(own)):
+            refused = now
         while True:
             now = time.monotonic()
             while (event := self._end.happened(0)) is not None:
@@ -66,10 +80,12 @@ class Member:
                     continue
                 answer = msgspec.msgpack.decode(data, type=Welcome)
                 if answer.refused:
+                    self._why = answer.refused
                     raise ConfigError(answer.refused)
+                self._met = True
                 return answer.meet
             if ended:
-                raise EngineDeadError(self._gone)
+                raise EngineDeadError(self._gone())
             if refused and now - refused > REFUSED:
                 raise ConfigError(
                     f"rank 0 at {self._at} has another secret, or something else listens there: "
@@ -93,7 +109,7 @@ class Member:
         while not self._end.closing.is_set():
             if (event := self._end.happened(_LOOK)) is not None and event.ended:
                 break
-        deadline = time.monotonic() + (WORD if self._end.far else ENDING)
+        deadline = time.monotonic() + (_TAKEN if self._end.far else ENDING)
         while not self._end.closing.wait(_LOOK / 1000):
             if self._end.lock.acquire(blocking=False):  # else who waits for a step hears the word
                 try:
@@ -101,7 +117,7 @@ class Member:
                 finally:
                     self._end.lock.release()
             if self._why or time.monotonic() > deadline:
-                return lost(self._why or self._gone)
+                return lost(self._why or self._gone())
 
     def _keep(self) -> None:
         """Read what is there, and hear what is last in it."""
@@ -111,6 +127,8 @@ class Member:
     def _hear(self, data: bytes) -> bytes:
         if data[:1] == ENDS:
             self._why = data[1:].decode()
+        elif not self._met and data != SIGN_OF_LIFE:
+            self._why = msgspec.msgpack.decode(data, type=Welcome).refused
         elif data == BYE or (data == LEAVE and not self._end.far):
             self._end.closing.set()
         return data
@@ -145,8 +163,8 @@ class Member:
             return self._why or message
         deadline = time.monotonic() + 2 * WORD
         with self._end.lock:
-            self._end.socket.send(msgspec.msgpack.encode(Cause(time.time(), rank, message)))
-            while not self._why and (left := deadline - time.monotonic()) > 0:
+            heard = self._end.say(msgspec.msgpack.encode(Cause(Known.SAID, rank, message)))
+            while heard and not self._why and (left := deadline - time.monotonic()) > 0:
                 if self._end.socket.poll(int(left * 1000)):
                     self._hear(self._end.socket.recv())
         return self._why or message
@@ -156,7 +174,7 @@ class Member:
         self._end.closing.set()
         if self._end.far and not self._end.socket.closed:
             with self._end.lock:
-                self._end.socket.send(LEFT)
+                self._end.say(LEFT)
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         self._end.close()

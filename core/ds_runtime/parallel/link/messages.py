@@ -8,19 +8,24 @@ rank waits in.
 
 Over TCP rank 0 looks for those of the others, too, and both tell why they end: a rank that fails
 tells rank 0, or whoever started it does; rank 0 waits a moment for whoever failed before, and tells
-all of the first. On one machine whoever started the ranks sees their end.
+all of the first. Where rank 0 has died, whoever started it is at its address for a moment, and
+tells those who ask. On one machine whoever started the ranks sees their end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from ds_runtime._version import __version__
-from ds_runtime.parallel.link.end import LinkEnd, LinkKeys
+from ds_runtime.errors import ConfigError
+from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
 
 LEAVE, BYE, SIGN_OF_LIFE, ENDS = b"", b",", b".", b"!"
 """What rank 0 says beside steps: others are to leave; it has left; it lives; all end, and behind it
@@ -52,12 +57,34 @@ class Welcome(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-class Cause(msgspec.Struct, frozen=True, order=True, tag=True):
-    """Why a rank ends. when: in seconds since 1970, 0 for one that others saw end. The least of
-    several is the first.
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """A rank is there, and has not decided yet. From now on it is missed where it ends, and told
+    where a start is refused.
     """
 
-    when: float
+    rank: int
+
+
+class Why(msgspec.Struct, frozen=True, tag=True):
+    """Asks whoever has taken rank 0's place why that has ended. Rank 0 itself does not answer."""
+
+
+class Known(enum.IntEnum):
+    """How it is known that a rank ends: who started it saw that, rank 0 misses it, or it says so.
+
+    What others see comes first. A rank that is killed says nothing, and breaks the connections of
+    others, which say so sooner than it is seen.
+    """
+
+    SEEN = 0
+    MISSED = 1
+    SAID = 2
+
+
+class Cause(msgspec.Struct, frozen=True, tag=True):
+    """Why a rank ends."""
+
+    known: Known
     rank: int
     message: str
 
@@ -66,6 +93,13 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     """What another rank answers to something that is not a step."""
 
     data: bytes
+
+
+def first_of(causes: Sequence[Cause]) -> Cause:
+    """The first cause of several, which are in the order in which they reached rank 0: clocks of
+    several machines differ.
+    """
+    return min(causes, key=lambda cause: cause.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +120,34 @@ def report(address: str, keys: LinkKeys | None, cause: Cause) -> None:
     """Tell rank 0 why a rank has ended that cannot say so, as somebody else."""
     end = LinkEnd(zmq.DEALER, address, keys)
     end.socket.connect(address)
-    end.socket.send(msgspec.msgpack.encode(cause))
+    end.say(msgspec.msgpack.encode(cause))
+    end.close()
+
+
+def ask_why(address: str, keys: LinkKeys | None, seconds: float) -> str:
+    """Why rank 0 has ended, if somebody tells in its place (`instead`) within so long; else ""."""
+    end, why = LinkEnd(zmq.DEALER, address, keys), ""
+    end.socket.connect(address)
+    end.say(msgspec.msgpack.encode(Why()))
+    if end.socket.poll(int(seconds * 1000)):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            why = msgspec.msgpack.decode(end.socket.recv(), type=Welcome).refused
+    end.part()
+    return why
+
+
+def instead(address: str, keys: LinkKeys | None, why: str, seconds: float) -> None:
+    """Rank 0 has ended and told nobody: be at its address for so long, and tell all who come why.
+    Does nothing where the address cannot be had.
+    """
+    end, deadline = LinkEnd(zmq.ROUTER, address, keys), time.monotonic() + seconds
+    try:
+        end.socket.bind(numeric(address))
+    except (zmq.ZMQError, OSError, UnicodeError, ConfigError):
+        return end.part()
+    data = msgspec.msgpack.encode(Welcome(refused=why))
+    while (left := deadline - time.monotonic()) > 0:
+        if end.socket.poll(int(left * 1000)):
+            name, *_ = end.socket.recv_multipart()
+            end.say(data, name)
     end.close()
