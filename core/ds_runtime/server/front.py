@@ -256,7 +256,7 @@ class _Serving:
     async def _drain(self) -> None:
         """Let running requests end; no longer than the user allows, nor than an engine serves."""
         self._client.drain()
-        if running := len(self._running):
+        if running := len({*self._running.values()}):
             _log.warning(
                 "shutting down: %d requests may take %g s more; a second signal stops at once",
                 running,

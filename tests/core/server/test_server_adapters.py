@@ -57,6 +57,28 @@ def test_every_route_takes_an_adapter_as_its_model(adapting):
     assert adapter() == ""
 
 
+def test_each_prompt_may_have_an_adapter_of_its_own(adapting):
+    assert load(adapting, "b").status_code == 200
+    texts = ["[say so]", "[say it]", "[say on]"]
+    reply = adapting.post("/generate", text=texts, lora_path=["b", None, "a"])
+    assert [one["text"] for one in reply.json()] == ["so", "it", "on"]
+    assert [submit.adapter for submit in adapting.engine.submits[-3:]] == ["b", "", "a"]
+    box = []
+    body = {"text": ["[go ab]", "[go cd]"], "lora_path": ["a", "b"], "rid": "two"}
+    begun = adapting.engine.generated
+    running = threading.Thread(target=lambda: box.append(adapting.post("/generate", **body)))
+    running.start()
+    until(lambda: adapting.engine.generated > begun + 3)
+    leaving = threading.Thread(target=unload, args=(adapting, "b"))
+    leaving.start()
+    until(lambda: models(adapting) == ["fake", "a"])
+    assert leaving.is_alive()
+    adapting.post("/abort_request", rid="two")
+    for thread in (running, leaving):
+        thread.join(10)
+    assert box[0].status_code == 200 and models(adapting) == ["fake", "a"]
+
+
 def test_models_are_listed_and_unknown_ones_refused(adapting):
     assert models(adapting) == ["fake", "a"]
     listed = adapting.http.get("/v1/models").json()["data"]

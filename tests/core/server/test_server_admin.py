@@ -52,6 +52,31 @@ def test_abort_by_the_client_s_own_id(served, started):
     until(lambda: not served.engine.jobs)
 
 
+def test_abort_of_one_prompt_of_a_list(served, started):
+    texts = ["[go ab]", "[hang]", "[go cd]"]
+    for given, names in ((["p", "q", "r"], "pqr"), ("x", ("x_0", "x_1", "x_2"))):
+        before = served.engine.generated + 20
+        reply = started(
+            "/generate", text=texts, rid=given, sampling_params={"max_new_tokens": 4000}
+        )
+        until(lambda least=before: served.engine.generated > least)
+        for taken in names:
+            again = served.post("/generate", text="[say x]", rid=taken)
+            assert again.status_code == 400 and again.json()["error"]["param"] == "rid"
+        assert served.http.get("/get_load").status_code in (200, 404)
+        middle = names[1]
+        assert served.post("/abort_request", rid=middle).json() == {"aborted": [middle]}
+        assert served.post("/abort_request", rid=middle).json()["aborted"] in ([], [middle])
+        whole = [*names[::2]] if isinstance(given, list) else [given]
+        for name in whole:
+            assert served.post("/abort_request", rid=name).json() == {"aborted": [name]}
+        body = reply().json()
+        assert [one["meta_info"]["id"] for one in body] == [*names]
+        assert {one["meta_info"]["finish_reason"]["type"] for one in body} == {"abort"}
+        assert [one["text"][:2] for one in body] == ["ab", "", "cd"]
+        assert served.post("/abort_request", rid=names[0]).json() == {"aborted": []}
+
+
 def test_abort_of_a_stream_by_the_id_in_its_answer(served):
     with served.http.stream("POST", "/generate", json={"text": "[go ab]", "stream": True}) as reply:
         lines = (line[6:] for line in reply.iter_lines() if line)

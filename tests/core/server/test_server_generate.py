@@ -136,6 +136,31 @@ def test_lists(served):
     assert [one["text"] for one in many] == ["a", "a", "b c", "b c"]
 
 
+def test_each_prompt_of_a_list_has_an_id_and_a_salt_of_its_own(served):
+    two = {"text": ["[say a]", "[say b]"], "sampling_params": {"n": 2}}
+
+    def ids(**more):
+        body = served.post("/generate", **two, **more).json()
+        assert [one["text"] for one in body] == ["a", "a", "b", "b"]
+        return [one["meta_info"]["id"] for one in body]
+
+    assert ids(rid=["x", "y"]) == ["x", "x", "y", "y"]
+    assert ids(rid="z") == ["z_0", "z_0", "z_1", "z_1"]
+    first, again, drawn, _ = ids(rid=["x", None])
+    assert (first, again) == ("x", "x") and drawn.startswith("gen-")
+    assert served.post("/generate", text="[say a]", rid="z").json()["meta_info"]["id"] == "z"
+    (one,) = served.post("/generate", text=["[say a]"], rid="z").json()
+    assert one["meta_info"]["id"] == "z_0"
+    salts = {}
+    for given in (["p", "q"], ["p", None], "p", None):
+        ids(cache_salt=given)
+        salts[str(given)] = [submit.salt for submit in served.engine.submits[-4::2]]
+    (p, q), (same, none) = salts["['p', 'q']"], salts["['p', None]"]
+    assert p == same != q and salts["p"] == [p, p] and salts["None"] == [none, none] == ["", ""]
+    events = streamed(served, text=["[say a b]", "[say c]"], rid=["s", "t"])
+    assert {(e["index"], e["meta_info"]["id"]) for e in events} == {(0, "s"), (1, "t")}
+
+
 def test_a_stream_of_several_says_whose_an_event_is(served):
     events = streamed(served, text=["[say a b]", "[say c]"])
     last = {e["index"]: e for e in events if e["meta_info"]["finish_reason"]}
@@ -189,7 +214,15 @@ BAD = [
     ({"session_params": {"id": "x"}}, "session_params", "leave it out"),
     ({"lora_path": "x"}, "lora_path", "name of no adapter"),
     ({"lora_path": ["x"]}, "lora_path", "name of no adapter"),
-    ({"text": ["a", "b"], "lora_path": ["x", None]}, "lora_path", "a request for each"),
+    ({"text": ["a", "b"], "lora_path": ["", "x"]}, "lora_path", "name of no adapter"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries, but there are 2"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "has 'x' twice"),
+    ({"text": ["a", "b"], "rid": ["x", 3]}, "rid[1]", "should be a valid string"),
+    ({"text": ["a", "b"], "rid": ["x", "y z"]}, "rid[1]", "without white space"),
+    ({"rid": ["x"]}, "rid", "is a list, but there is one prompt: send a string"),
+    ({"cache_salt": ["x"]}, "cache_salt", "is a list, but there is one prompt: send a string"),
+    ({"text": ["a", "b"], "cache_salt": ["x"]}, "cache_salt", "1 entries, but there are 2"),
+    ({"text": ["a", "b"], "cache_salt": ["x", 3]}, "cache_salt[1]", "should be a valid string"),
     ({"text": ["a", "b"], "lora_path": ["x"]}, "lora_path", "1 entries, but there are 2"),
     ({"text": ["a"], "token_ids_logprob": [[1]]}, "token_ids_logprob", "leave it out"),
     ({"text": ["a", "b"], "session_params": [{}, {"id": "x"}]}, "session_params", "leave it out"),
@@ -209,7 +242,7 @@ def test_lists_whose_entries_ask_for_nothing(served):
     plain = {"text": ["[say a]", "[say b]"]}
     nothing = {name: value for name, value in NATIVE.items() if value is not None}
     own = ("return_logprob", "logprob_start_len", "top_logprobs_num", "sampling_params")
-    nulls = {name: [None, None] for name in (*own, "lora_path")}
+    nulls = {name: [None, None] for name in (*own, "lora_path", "rid", "cache_salt")}
     nulls |= {"lora_path": ["", None], "sampling_params": [{"max_new_tokens": 5}, None]}
     for name, entries in nulls.items():
         reply = served.post("/generate", **plain, **{name: entries})

@@ -68,9 +68,10 @@ class Flight:
         if client is not None:
             client.forget([rid], abort=True)
 
-    def abort(self) -> None:
-        """End what runs here and in the engine: it finishes with "abort" and the text so far."""
-        for rid in sorted(self._running):
+    def abort(self, rids: Iterable[str] | None = None) -> None:
+        """End what runs here and in the engine, of these or of all: it finishes with "abort" and
+        the text so far."""
+        for rid in sorted(self._running if rids is None else self._running.keys() & {*rids}):
             self.drop(rid)
             self._hand_over(Tokens(rid=rid, tokens=[], finish="abort"))
 

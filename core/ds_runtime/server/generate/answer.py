@@ -60,6 +60,7 @@ def start(
         job.adapter,
         job.cache_salt,
         asker,
+        job.own,
     )
 
 

@@ -6,7 +6,7 @@ Everything here is plain computing: it runs in a thread when the body is not sma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from ds_runtime.server.generate.protocol import (
     TokenizeRequest,
 )
 from ds_runtime.server.generate.rules import chat_rules
-from ds_runtime.server.generate.run import Run
+from ds_runtime.server.generate.run import Own, Run
 from ds_runtime.server.generate.sampling import (
     GenerationDefaults,
     build_params,
@@ -68,7 +68,9 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is ready to run. names: of its fields, for errors that come while it runs."""
+    """A request that is ready to run. own: in place of what all prompts have. names: of its fields,
+    for errors that come while it runs.
+    """
 
     prompts: list[tuple[Prompt, SamplingParams]]
     form: Format
@@ -78,6 +80,7 @@ class Job:
     start_parser: StartParser | None = None
     adapter: str = ""
     cache_salt: str | None = None
+    own: Sequence[Own] = ()
     names: ClientNames = field(default_factory=ClientNames)
 
 

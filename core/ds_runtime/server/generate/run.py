@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,13 +25,22 @@ MAX_CHOICES = 1024
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What one prompt of several has for itself. rid: None for an id that is drawn."""
+
+    rid: str | None = None
+    adapter: str = ""
+    cache_salt: str | None = None
+
+
 class Run:
     """Submits on construction; `close` aborts whatever has not finished by then.
 
     `running` holds every open run. `rid` is the client's own id for it; None draws one. `caller`s
     do not see each other's: their runs may have the same id.
     begin: when its HTTP request arrived, by `time.perf_counter`; None: now. adapter: its name.
-    asker: who asks.
+    asker: who asks. own: for each prompt, in place of adapter and cache_salt.
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class Run:
         adapter: str = "",
         cache_salt: str | None = None,
         asker: str = "",
+        own: Sequence[Own] = (),
     ) -> None:
         total = sum(params.n for _, params in prompts)
         if total > MAX_CHOICES:
@@ -67,24 +78,39 @@ class Run:
                 "larger --max-queued-requests",
                 param,
             )
-        if rid is not None and caller.own(rid) in running:
-            raise RequestError.of(
-                "rid", f" {shown(rid)} is that of a running request: draw a new one"
-            )
+        given = [one for one in (rid, *(each.rid for each in own)) if one is not None]
+        for one in given:
+            if caller.own(one) in running:
+                raise RequestError.of(
+                    "rid", f" {shown(one)} is that of a running request: draw a new one"
+                )
+            if given.count(one) > 1:
+                raise RequestError.of(
+                    "rid", f" has {shown(one)} twice: each prompt needs an id of its own"
+                )
         self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
-        self.caller, self.adapter, self.asker = caller, adapter, asker
+        self.caller, self.asker = caller, asker
         self._key = caller.own(self.id)
-        self._salt = caller.salt(cache_salt)
+        self._own = own or [Own(None, adapter, cache_salt)] * len(prompts)
+        self.adapters = {each.adapter for each in self._own}
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]
         self.choices = make_choices(self._key, prompts, tokenizer, start_parser)
         self._by_rid = {c.rid: c for c in self.choices}
+        # `ids`: by which it is aborted, or a prompt of it, with the choices of each.
+        self.ids = {self.id: [*self._by_rid]}
+        self._names = {
+            id(prompt): each.rid or self.id
+            for prompt, each in zip(self.prompts, self._own, strict=True)
+        }
+        for choice in self.choices if own else ():
+            self.ids.setdefault(self.id_of(choice), []).append(choice.rid)
         self._running = set(self._by_rid)
         self._metrics = metrics
         self.timer = Timer(metrics, time.perf_counter() if begin is None else begin)
         self._flight = client.open(self._groups(prompts, priority))
         self._runs = running
-        running[self._key] = self
+        running.update(dict.fromkeys(map(caller.own, self.ids), self))
 
     def _groups(
         self, prompts: list[tuple[Prompt, SamplingParams]], priority: int
@@ -97,12 +123,20 @@ class Run:
                 params=params,
                 seed=draw_seed(params.seed),
                 priority=priority,
-                adapter=self.adapter,
+                adapter=own.adapter,
                 client=self.asker,
-                salt=self._salt,
+                salt=self.caller.salt(own.cache_salt),
             )
-            for prompt, params in prompts
+            for (prompt, params), own in zip(prompts, self._own, strict=True)
         ]
+
+    def id_of(self, choice: Choice) -> str:
+        """The id of the prompt that it answers: its own, or the request's."""
+        return self._names[id(choice.prompt)]
+
+    def runs(self, name: str) -> bool:
+        """Whether some choice of one of `ids` has not ended."""
+        return not self._running.isdisjoint(self.ids.get(name, ()))
 
     async def pieces(self, whole: bool = False) -> AsyncGenerator[tuple[Choice, Piece]]:
         """Pieces in the order in which the engine makes them, until every choice has ended.
@@ -146,14 +180,16 @@ class Run:
             if other.prompt is choice.prompt:
                 other.prompt_logprobs = message.prompt_logprobs
 
-    def abort(self) -> None:
-        """End now: every choice that runs finishes with "abort" and what it has."""
-        self._flight.abort()
+    def abort(self, name: str | None = None) -> None:
+        """End now: every choice that runs finishes with "abort" and what it has. name: one of
+        `ids`, whose choices alone do."""
+        self._flight.abort(None if name is None else self.ids[name])
 
     def close(self) -> None:
         """The end, whether it was reached or not. May be called twice."""
-        if self._runs.get(self._key) is self:
-            del self._runs[self._key]
+        for key in map(self.caller.own, self.ids):
+            if self._runs.get(key) is self:
+                del self._runs[key]
         self._flight.close()
         while self._running:
             self._running.pop()

@@ -39,7 +39,7 @@ def adapter_routes(service: Service) -> APIRouter:
         name = await parse(request, UnloadAdapterRequest, check)
         service.leaving.add(name)
         try:
-            while any(run.adapter == name for run in service.running.values()):
+            while any(name in run.adapters for run in service.running.values()):
                 await asyncio.sleep(_LOOK_SECONDS)
             await client.adapt(name, None)
         finally:

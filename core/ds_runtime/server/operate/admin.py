@@ -119,7 +119,7 @@ def admin_routes(service: Service) -> APIRouter:
     @router.get("/load")
     async def load() -> Response:
         """How many requests are not over yet."""
-        return as_json({"server_load": len(service.running)})
+        return as_json({"server_load": len({*service.running.values()})})
 
     @router.get("/v1/plan")
     async def plan() -> Response:
@@ -128,25 +128,25 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=request_body(AbortRequest))
     async def abort_request(request: Request) -> Response:
-        """End one request by its id, or all of the same API key (of all keys, for the admin's);
-        they answer with finish_reason "abort"."""
+        """End one request by its id, or one of its prompts by that prompt's, or all of the same API
+        key (of all keys, for the admin's); they answer with finish_reason "abort"."""
 
         caller = exchange_of(request.scope).caller
 
-        def found(body: AbortRequest) -> list[Run]:
+        def found(body: AbortRequest) -> list[tuple[Run, str]]:
             if not body.abort_all and body.rid is None:
                 raise RequestError("send the rid of a request, or abort_all: true", "rid")
             return [
-                run
-                for run in list(service.running.values())
-                if (body.abort_all or run.id == body.rid)
+                (run, run.id if body.abort_all else str(body.rid))
+                for run in dict.fromkeys(service.running.values())
+                if (body.abort_all or run.runs(str(body.rid)))
                 and (caller.is_admin or run.caller.name == caller.name)
             ]
 
-        runs = await parse(request, AbortRequest, found)
-        for run in runs:
-            run.abort()
-        return as_json({"aborted": [run.id for run in runs]})
+        aborted = await parse(request, AbortRequest, found)
+        for run, name in aborted:
+            run.abort(name)
+        return as_json({"aborted": [name for _, name in aborted]})
 
     return router
 

@@ -26,7 +26,7 @@ from ds_runtime.server.generate.protocol import (
     Sampling,
     TokenIds,
 )
-from ds_runtime.server.generate.run import Run
+from ds_runtime.server.generate.run import Own, Run
 from ds_runtime.server.generate.sampling import build_params, check_ids
 from ds_runtime.server.protocols.fields import NATIVE_SAMPLING, Fields
 from ds_runtime.server.protocols.translate import ClientNames, Json
@@ -76,8 +76,8 @@ class GenerateRequest(Body):
     stream: bool | None = None
     lora_path: str | Annotated[list[str | None], _many()] | None = None  # the name of an adapter
     priority: Priority | None = None
-    rid: Rid | None = None
-    cache_salt: CacheSalt | None = None
+    rid: Rid | Annotated[list[Rid | None], _many()] | None = None
+    cache_salt: CacheSalt | Annotated[list[CacheSalt | None], _many()] | None = None
 
 
 def generate_job(service: Service, body: GenerateRequest) -> Job:
@@ -91,28 +91,37 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
     found = plain_prompts(given, param, tokenizer, ready)
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
     count = len(given or ()) if many else 1
+    for name in () if many else ("rid", "cache_salt"):
+        if isinstance(getattr(body, name), list):
+            raise RequestError.of(name, " is a list, but there is one prompt: send a string")
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
     names = ClientNames(fields={(shared,): (native,) for shared, native in _NAMES.items()})
     with names.kept():
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
-    adapter = _adapter(service, body, count)
-    salt = body.cache_salt
-    return Job(
-        prompts, form, body.stream, body.priority, body.rid, None, adapter, salt, names=names
-    )
-
-
-def _adapter(service: Service, body: GenerateRequest, count: int) -> str:
-    """The adapter of all prompts, "" for none."""
-    names = {_each(body.lora_path, "lora_path", i, count) or "" for i in range(count)}
-    if len(names) > 1:
-        raise RequestError.of(
-            "lora_path",
-            f" names {len(names)} adapters, or one for some of the prompts alone: send a "
-            "request for each",
+    own = [
+        Own(
+            _rid(body, i, count, many),
+            _adapter(service, body, i, count),
+            _each(body.cache_salt, "cache_salt", i, count),
         )
-    name: str = names.pop()
+        for i in range(count)
+    ]
+    rid = body.rid if many and isinstance(body.rid, str) else None
+    return Job(prompts, form, body.stream, body.priority, rid, own=own, names=names)
+
+
+def _rid(body: GenerateRequest, i: int, count: int, many: bool) -> str | None:
+    """The id of a prompt: one that all were given becomes one of each by its number."""
+    rid: str | None = _each(body.rid, "rid", i, count)
+    if rid is None or not many or isinstance(body.rid, list):
+        return rid
+    return f"{rid}_{i}"
+
+
+def _adapter(service: Service, body: GenerateRequest, i: int, count: int) -> str:
+    """The adapter of a prompt, "" for none."""
+    name: str = _each(body.lora_path, "lora_path", i, count) or ""
     if name and not service.has_adapter(name):
         known = ", ".join(service.client.adapters) or "none"
         raise RequestError.of(
@@ -226,7 +235,7 @@ class GenerateFormat(Chunks):
         told = self._told[id(choice.prompt)]
         tokens = [] if told.alone else choice.tokens
         meta: Json = {
-            "id": run.id,
+            "id": run.id_of(choice),
             "finish_reason": self._finish(choice, told),
             "prompt_tokens": len(choice.prompt.ids),
             "completion_tokens": len(tokens),
