@@ -75,7 +75,8 @@ class Experts(Protocol):
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
     without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
-    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear.
+    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear. A kernel may have the
+    methods of QuantizedExperts.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
