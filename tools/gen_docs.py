@@ -256,6 +256,9 @@ TIERS = {
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
     "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
+    "rows as FP8 codes between ranks": (
+        "*ran on* CPUs with `reference.Fp8W8A8Experts`; no other kernel takes codes yet"
+    ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
 V4 = {

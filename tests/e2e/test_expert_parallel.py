@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.placement import check_experts
+from ds_runtime_kit.models.tiny import write_tiny_fp8
 
 LAYOUTS = {
     "ep 2": {"tp": 2, "ep": 2},
@@ -130,6 +132,49 @@ def test_a_dead_rank_ends_all(tiny):
         list(stream)
     llm.close()
     assert time.monotonic() - start < 10 and not any(map(psutil.pid_exists, pids))
+
+
+CODED = ("experts=reference.Fp8W8A8Experts",)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    write_tiny_fp8(folder, "v3", hidden_size=256, moe_intermediate_size=128)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_rows_that_cross_as_codes_change_no_bit(fp8, ranks, monkeypatch):
+    """Experts quantise rows with the same scales, here or there."""
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("plugins")))
+    import uncoded
+
+    settings = {**SETTINGS, "dtype": "bfloat16", "disable_graph": True}
+    settings |= {"tp": ranks, "ep": ranks, "enable_dp_attention": True}
+    prompts = [[7, 8, 9] * 9, [5], [11, 12] * 20]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+    found, crossed = [], []
+    for pin in (CODED, ("experts=uncoded.Uncoded",)):
+        with LLM(fp8, **settings, pin=pin, extra_plugins=[uncoded]) as llm:
+            outputs = llm.generate(prompts, params)
+            found.append([(o.token_ids, o.logprobs) for o in outputs])
+            crossed.append(llm.stats().wire_bytes)
+    assert found[0] == found[1]
+    assert 0 < crossed[0] < crossed[1]
+    del sys.modules["uncoded"]
+
+
+def test_plan_says_what_rows_cross_as(fp8, capsys):
+    words = ["plan", "--model", str(fp8), "--platform", "cpu", "--tp", "2", "--ep", "2"]
+    for pin, said in (
+        ((), "cross as bfloat16: their kernels do not say that they take codes"),
+        (("--pin", CODED[0], "--disable-graph"), "cross as FP8 codes, one scale per 128"),
+    ):
+        assert main([*words, "--enable-dp-attention", "--dtype", "bfloat16", *pin]) == 0
+        assert said in capsys.readouterr().out
+    assert main(words) == 0
+    assert "cross as" not in capsys.readouterr().out
 
 
 def test_a_token_s_shared_experts_are_in_one_part(tiny):

@@ -15,7 +15,21 @@ from dataclasses import dataclass
 from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
+from ds_runtime.ops.contract import Kernel
 from ds_runtime.parallel.mesh import MANY, Mesh
+
+_GROUP = 128  # values that have a scale
+
+
+def takes_codes(assembly: Assembly) -> bool:
+    """Whether rows go to experts of other ranks as FP8 codes: every kernel of these takes them."""
+    chosen, shares = assembly.binding.choices, assembly.binding.shares
+    kernels = list[Kernel | None]()
+    for site, kernel in chosen:
+        if site.op == "experts":
+            both = shares.get((site.op, site.layer, site.module))
+            kernels += (kernel,) if both is None else both.kernels
+    return bool(kernels) and all(k is not None and k.takes_codes for k in kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,8 @@ class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
     ranks in their order (`parallel/in_order.py`). choices: bytes of a row's weights and ids of
-    experts; routed: layers in which these cross, too, as experts are divided by number.
+    experts; routed: layers in which these cross, too, as experts are divided by number; coded:
+    bytes that a row's hidden state is less there, as FP8 codes with their scales.
     """
 
     mesh: Mesh
@@ -43,6 +58,7 @@ class Crossing:
     in_order: bool = False
     choices: int = 0
     routed: int = 0
+    coded: int = 0
 
     @staticmethod
     def of(assembly: Assembly) -> Crossing:
@@ -50,11 +66,13 @@ class Crossing:
         mesh, item = assembly.mesh, ITEM_BYTES[assembly.config.dtype]
         vocab = padded(assembly.model.vocab_size, mesh.tp) * mesh.tp
         width, model = assembly.facts.dims["hidden"] * item, assembly.model
-        routed = 0
+        routed = coded = 0
         if mesh.ep > 1 and mesh.attn_dp > 1:
             routed = sum(map(model.is_moe, range(model.layers)))
+            if takes_codes(assembly):
+                coded = width - width // item - 4 * (width // item // _GROUP)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
-        return Crossing(mesh, width, vocab * item, item, in_order, choices, routed)
+        return Crossing(mesh, width, vocab * item, item, in_order, choices, routed, coded)
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of so many rows of every group."""
@@ -66,7 +84,7 @@ class Crossing:
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
-        row += self.routed * (groups - 1) / groups * self.choices
+        row += self.routed * (groups - 1) / groups * (self.choices - self.coded)
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
         sums, moves = each * (heads > 1), int(groups > 1)
         count = layers * (sums + moves + (moves + sums)) + self.routed

@@ -215,12 +215,23 @@ class ExpertsLayer:
         self._limit = () if limit is None else (limit,)
         self.packed: Packed = kernel.pack(source, facts)
 
+    def quantized(self, rows: int, x: Tensor) -> Codes | None:
+        """x [n, hidden] as codes that stand for it in a call of so many rows, where the kernel
+        makes these itself."""
+        make = getattr(self._kernel, "quantize", None)
+        made = None if make is None else make(rows, x, self.packed)
+        return None if made is None else Codes(*made)
+
     def __call__(
-        self, x: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor | None = None
+        self, x: Tensor | Codes, weights: Tensor, ids: Tensor, adapters: Tensor | None = None
     ) -> Tensor:
-        """x [tokens, hidden], weights and ids [tokens, top_k] → [tokens, hidden].
+        """x [tokens, hidden], weights and ids [tokens, top_k] → [tokens, hidden]. Codes: as
+        `quantized` gave them.
 
         adapters: of rows whose adapters leave these experts alone.
         """
+        if isinstance(x, Codes):
+            summed: Tensor = self._kernel.apply_quantized(*x, weights, ids, self.packed)
+            return summed
         out: Tensor = self._kernel.apply(x, weights, ids, *self._limit, self.packed)
         return out

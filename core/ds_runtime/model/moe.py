@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.expert_counts import count_chosen
-from ds_runtime.model.layers import Codes
+from ds_runtime.model.layers import Codes, ExpertsLayer
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.binding.branch import branch
 
@@ -69,6 +70,8 @@ class MoeMlp:
         self.experts = load.experts(node)
         self.slots = load.expert_slots(node)
         self.counts = None if load.counts is None else load.counts.of(node.layer)
+        crosses = self.slots is not None and load.exchange.groups > 1
+        self.coded = crosses and load.agree_on_codes(self.experts)
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         limit = None if config.hybrid is None else config.hybrid.limit
@@ -115,14 +118,24 @@ class MoeMlp:
 
     def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
         """Where this rank has some of the experts: router and shared experts see its own rows,
-        and rows of all groups come with their choices. slots: as Loader.expert_slots."""
+        and rows of all groups come with their choices: as the codes that their experts multiply,
+        where these would be made of them anyway. slots: as Loader.expert_slots."""
         exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
-        chosen = self._chosen(x, batch.input_ids)
-        self._count(chosen[1], batch)
-        weights, ids = exchange.enter_choices(*chosen, order)
+        weights, ids = self._chosen(x)
+        self._count(ids, batch)
+        words, own, codes = [weights, ids], x, None
+        if self.coded:
+            assert isinstance(self.experts, ExpertsLayer)
+            codes = self.experts.quantized(exchange.entered(x.shape[0], order), x)
+        if codes is not None:
+            words.append(codes.scale)
+            own = codes.q.view(torch.uint8)  # backends of groups know no FP8
+        weights, ids, *scale = exchange.enter_words(words, order)
+        every = exchange.enter(own, order)
         ids, k = slots[ids], self.routing.top_k
         if self.routing.shared:  # where the first choice of a token is, and nowhere else
             ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)
-        out = self.experts(exchange.enter(x, order), weights, ids, exchange.adapters(batch))
+        rows = every if codes is None else Codes(every.view(codes.q.dtype), *scale)
+        out = self.experts(rows, weights, ids, exchange.adapters(batch))  # type: ignore[arg-type]
         return exchange.leave(out, order, x.shape[0], None if shared is None else shared())

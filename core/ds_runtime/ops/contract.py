@@ -232,22 +232,21 @@ def _accept(facts: Facts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation of one op, offered by one plugin.
+    """One implementation of one op, offered by one plugin: `fn`, lazy, `"module:attr"`.
 
-    `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence; `gates` makes one of
-    several. `formats` are the weight formats that `pack` reads (ops that own weights), `keeps` are
-    those that stay packed in their own encoding (others are held in the compute dtype). `layouts`
-    are the tags of the shared layouts that it reads or writes. What is not declared is refused
-    (closed world). `contract` is the version of the contract that it was written for. `numerics`
-    names the row of the op's tolerance that applies where the arithmetic is coarser than the
-    compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a row's bits
-    depend on that row alone, not on how many others there are, where `Facts.own_bits` asks for it;
-    conformance holds a kernel to it. `skips_absent`: experts of number −1, which other ranks have,
-    add nothing; a kernel that does not say so is not bound where ranks divide experts by number.
-    `bits`: kernels of an op that name the same tag give a row the same bits, so that they may
-    divide calls by rows there, too.
-    `rows` says which calls it serves, where several kernels divide them, `footprint` what it takes
-    and reads of memory, and `compiles` how calls are compiled before they are needed.
+    `refuse(facts)`: None or a sentence; `gates` joins several. `formats` are the weight formats
+    that `pack` reads (ops that own weights), `keeps` those that stay packed in their own encoding
+    (others in the compute dtype), `layouts` the tags of the shared layouts that it reads or writes.
+    What is not declared is refused. `contract` is the version of the contract that it was written
+    for. `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
+    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a
+    row's bits depend on that row alone, not on how many others there are, where `Facts.own_bits`
+    asks for it; conformance holds a kernel to it. `skips_absent`: experts of number −1, which other
+    ranks have, add nothing; a kernel that does not say so is not bound where ranks divide experts
+    by number. `takes_codes`: has what QuantizedExperts lists, so that ranks may send each other
+    codes. `bits`: kernels of an op with the same tag give a row the same bits, and may divide calls
+    by rows there. `rows` says which calls it serves where several divide them, `footprint` what it
+    takes and reads of memory, and `compiles` how calls are compiled before they are needed.
     """
 
     op: Op
@@ -263,6 +262,7 @@ class Kernel:
     graph_safe: bool = True
     batch_invariant: bool = False
     skips_absent: bool = False
+    takes_codes: bool = False
     bits: str = ""
     note: str = ""
     contract: int = 1

@@ -28,6 +28,7 @@ class Declared(TypedDict, total=False):
     graph_safe: bool
     batch_invariant: bool
     skips_absent: bool
+    takes_codes: bool
     bits: str
     note: str
     contract: int

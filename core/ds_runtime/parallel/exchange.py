@@ -99,9 +99,13 @@ class RowExchange(ABC):
         """This group's rows [T, …] → those of all groups [all, …], without any that fill up."""
         return x
 
-    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        """Of this group's rows → of those of all groups: float32 and int32 [all, k]."""
-        return weights, ids
+    def enter_words(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
+        """Several values of each row at once, as `enter` takes it: [T, n] each, of 4 bytes."""
+        return parts
+
+    def entered(self, count: int, order: Order) -> int:
+        """How many rows `enter` gives of so many."""
+        return count
 
     @abstractmethod
     def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
@@ -229,10 +233,14 @@ class GatherScatter(RowExchange):
         rows = self._across.gather_rows(_filled(x, order.rows))
         return rows if order.real is None else rows[order.real]
 
-    def enter_choices(self, weights: Tensor, ids: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        both = self.enter(torch.cat((weights.view(torch.int32), ids), 1), order)
-        k = ids.shape[1]
-        return both[:, :k].contiguous().view(torch.float32), both[:, k:].contiguous()
+    def enter_words(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
+        words = [part.contiguous().view(torch.int32) for part in parts]
+        every = torch.split(self.enter(torch.cat(words, 1), order), [p.shape[1] for p in parts], 1)
+        return [w.contiguous().view(p.dtype) for w, p in zip(every, parts, strict=True)]
+
+    def entered(self, count: int, order: Order) -> int:
+        assert order is not None
+        return self.groups * order.rows if order.real is None else order.real.shape[0]
 
     def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         assert order is not None

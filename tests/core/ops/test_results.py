@@ -15,7 +15,7 @@ from ds_runtime_kit.checks.conformance import cases_for, facts_for, run_case
 HOST = DeviceInfo("cpu", "host", "any")
 # These only write; the next are for kernels that have them, which no reference does.
 SILENT = {"lora_delta", "cache_write", "cache_move"}
-EXTRA = {"linear.apply_quantized", "linear.apply_float32"}
+EXTRA = {"linear.apply_quantized", "linear.apply_float32", "experts.apply_quantized"}
 TAGS = frozenset({"latent_pages.v1", "expanded_pages.v1", "index_pages.v1"})
 
 

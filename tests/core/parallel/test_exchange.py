@@ -18,51 +18,10 @@ from ds_runtime.parallel.exchange import exchange_of
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from examples import examples
+from thread_members import Member, Shared
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 1), (2, 2), (4, 2), (4, 4), (6, 3)]
-
-
-class Shared:
-    """What threads of one group leave for each other."""
-
-    def __init__(self, size):
-        self.values, self.barrier = [None] * size, threading.Barrier(size, timeout=30)
-
-
-class Member:
-    """The communicator of one thread."""
-
-    def __init__(self, shared, ranks, rank):
-        self.shared, self.ranks = shared, ranks
-        self.rank, self.size = ranks.index(rank), len(ranks)
-
-    def split(self, groups):
-        own = next(group for group in groups if self.rank in group)
-        with LOCK:
-            shared = self.shared.setdefault(tuple(own), Shared(len(own)))
-        return Member(self.shared | {"": shared}, own, self.rank)
-
-    def gather_objects(self, value):
-        shared = self.shared[""]
-        shared.values[self.rank] = value
-        shared.barrier.wait()
-        values = list(shared.values)
-        shared.barrier.wait()
-        return values
-
-    def all_reduce(self, x):
-        return torch.stack(self.gather_objects(x)).sum(0)
-
-    def gather_rows(self, x):
-        assert x.shape[0], "no rows"
-        return torch.cat(self.gather_objects(x))
-
-    def reduce_scatter(self, x):
-        return self.all_reduce(x).chunk(self.size)[self.rank]
-
-
-LOCK = threading.Lock()
 
 
 def everywhere(tp, dp, function):
@@ -164,7 +123,8 @@ def test_a_steps_rows_enter_leave_and_are_collected(step):
         every = exchange.enter(x, batch.order)
         assert torch.equal(every, torch.cat(by_group))
         shares = x.to(torch.float32).repeat(1, 3) / 7, x.to(torch.int32).repeat(1, 3) - 1
-        entered = exchange.enter_choices(*shares, batch.order)
+        entered = exchange.enter_words(shares, batch.order)
+        assert exchange.entered(len(x), batch.order) == len(every)
         wants = torch.cat(by_group) / 7, torch.cat(by_group) - 1
         for got, want in zip(entered, wants, strict=True):
             assert got.is_contiguous() and torch.equal(got, want.to(got.dtype).repeat(1, 3))

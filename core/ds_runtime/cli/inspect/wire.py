@@ -22,6 +22,11 @@ def said(assembly: Assembly) -> list[str]:
     speed = f" at {rate / 1e9:g} GB/s" if rate and link else ""
     lines = [f"ranks {mesh.size} on {where}{link}{speed}"]
     lines += [f"group {axis}: {_groups(mesh, axis)}" for axis in AXES if mesh.extent(axis) > 1]
+    if crossing.routed:
+        form = "FP8 codes, one scale per 128, which their experts multiply anyway"
+        if not crossing.coded:
+            form = f"{assembly.config.dtype}: their kernels do not say that they take codes"
+        lines.append(f"rows for experts of other ranks cross as {form}")
     steps = []
     for rows in _ROWS:
         total = crossing.wire(layers, rows).row * rows * mesh.attn_dp

@@ -75,12 +75,30 @@ class Experts(Protocol):
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
     without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
-    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear.
+    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear. A kernel may have the
+    methods of QuantizedExperts.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor: ...
+
+
+class QuantizedExperts(Protocol):
+    """What Experts have beside their contract if they round rows to FP8 before they multiply, so
+    that ranks can send each other codes (`Kernel.takes_codes`).
+
+    `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of so many `rows`:
+    (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where it does
+    not. A row's codes hang on that row alone. `apply_quantized(q, scale, weights, ids, packed)`:
+    the bits of `apply(x, weights, ids, packed)`, where all x have these codes.
+    """
+
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None: ...
+
+    def apply_quantized(
+        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor: ...
 
 
 def router_logits_samples(facts: Facts) -> Iterator[Case]:
@@ -348,11 +366,15 @@ class ExpertOps(Area):
         reference=f"{_REF}:ReferenceExperts",
         absent=True,
         tolerance={"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 4e-3} | _COARSE,
-        results={"apply": lambda f, x, *_: (form(x),)},
-        rows={"apply": (0, 1, 2)},
+        results={
+            "apply": lambda f, x, *_: (form(x),),
+            "apply_quantized": lambda f, q, *_: ((tuple(q.shape), f.dtype),),
+        },
+        rows={"apply": (0, 1, 2), "apply_quantized": (0, 1, 2, 3)},
         contiguous=True,
         heavy=True,
         waits=True,
+        beside=(f"{__name__}:QuantizedExperts",),
         cost=Cost({"apply": (routed_tokens, experts_work)}, step=("apply",)),
         summary="routed experts, packed once",
     )

@@ -107,6 +107,15 @@ FP8_W8A8 = Kernel(
     keeps=frozenset({"fp8_block"}),
 )
 
+EXPERTS_FP8_W8A8 = replace(
+    FP8_W8A8,
+    op=OPS["experts"],
+    fn="ds_runtime.ops.reference.matrices.coded_experts:Fp8W8A8Experts",
+    graph_safe=False,
+    skips_absent=True,
+    takes_codes=True,
+)
+
 _KEYS = 20 * SCORES  # bytes: of each score two whole numbers, and a copy
 
 
@@ -137,4 +146,4 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
 
 @hookimpl
 def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
-    return [FP8_W8A8]
+    return [FP8_W8A8, EXPERTS_FP8_W8A8]

@@ -149,7 +149,7 @@ class Fp8W8A8Linear:
         packed.expect(self.tag)
         weight: Weight = packed.tensors["weight"]
         ue8m0: bool = packed.tensors["ue8m0"]
-        return torch.cat([_w8a8(x, part, ue8m0) for part in weight.parts], dim=-1).to(x.dtype)
+        return torch.cat([w8a8(x, part, ue8m0) for part in weight.parts], dim=-1).to(x.dtype)
 
 
 def _restore_parts(packed: Packed) -> Tensor:
@@ -157,19 +157,24 @@ def _restore_parts(packed: Packed) -> Tensor:
     return weight.dequantise(torch.float32)
 
 
-def _w8a8(x: Tensor, part: WeightPart, ue8m0: bool) -> Tensor:
+def w8a8(x: Tensor, part: WeightPart, ue8m0: bool) -> Tensor:
     """[tokens, in] × one FP8 part → [tokens, rows], fp32 (float64 if x is)."""
     assert part.block is not None
-    compute = wide(x.dtype)
+    compute, (_, cols), (_, width), (_, col0) = wide(x.dtype), part.shape, part.block, part.offset
+    # A shard may begin inside a block: padding restores the groups that the scales describe.
+    padded = F.pad(x.to(compute), (col0, -(col0 + cols) % width))
+    return multiply_codes(*quantize_group(padded, width, ue8m0), part, compute)
+
+
+def multiply_codes(q: Tensor, x_scale: Tensor, part: WeightPart, compute: torch.dtype) -> Tensor:
+    """[tokens, whole blocks] of codes × one FP8 part → [tokens, rows] in `compute`."""
+    assert part.block is not None
     (rows, cols), (height, width), (row0, col0) = part.shape, part.block, part.offset
     scale = decode_scale(part.tensors["scale"], compute).repeat_interleave(height, 0)[
         row0 : row0 + rows
     ]
     weight = part.tensors["weight"]
-    # A shard may begin inside a block: padding restores the groups that the scales describe.
-    padded = F.pad(x.to(compute), (col0, -(col0 + cols) % width))
-    q, x_scale = quantize_group(padded, width, ue8m0)
-    out = torch.zeros(x.shape[0], rows, dtype=compute, device=x.device)
+    out = torch.zeros(q.shape[0], rows, dtype=compute, device=q.device)
     for block in range(x_scale.shape[1]):
         lo, hi = max(block * width, col0), min((block + 1) * width, col0 + cols)
         product = q[:, lo:hi].to(compute) @ weight[:, lo - col0 : hi - col0].to(compute).T
