@@ -249,7 +249,9 @@ PAGES = {
 }
 TIERS = {
     "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs, *unrun* on other devices",
-    "disk (`--disk-cache`)": "*ran on* CPUs; refused where `--tp` is above 1",
+    "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node, DP attention and "
+    "`--disable-mla` included; *unrun* on other devices and on several nodes",
+    "both, under DeepSeek-V4 (pages and states)": "*ran on* CPUs, with `--tp` 1 and 2",
 }
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
