@@ -252,9 +252,10 @@ TIERS = {
     "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node, DP attention and "
     "`--disable-mla` included; *unrun* on other devices and on several nodes",
     "both, under DeepSeek-V4 (pages and states)": "*ran on* CPUs, with `--tp` 1 and 2",
-    "LMCache, Mooncake Store": "*unrun*: lmcache 0.5.6 asks for CUDA's packages (cupy, cuda-python) and does not "
-    "import without numba; mooncake-transfer-engine and its non-cuda build, 0.3.13.post1, do not import without the "
-    "system's libibverbs",
+    "LMCache": "*unrun*: lmcache 0.5.6 asks for CUDA's packages (cupy, cuda-python), and without "
+    "its requirements it does not import",
+    "Mooncake Store": "*unrun*: mooncake-transfer-engine 0.3.13.post1, and its build without CUDA, "
+    "do not import without the system's libibverbs",
 }
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
