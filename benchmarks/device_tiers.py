@@ -3,12 +3,12 @@
 python benchmarks/device_tiers.py CHECKPOINT [--sessions 64] [--held 16] [--tokens 8000]
     [--more 256] [--out 128] [--set NAME=VALUE ...]
 
-Each session has --tokens random token ids, and the device's cache is to hold about --held of them:
-give its size with --set kv_memory=SIZE. Returning alone: a session
-whose pages are in host memory comes with --more new tokens; the figure is the time to its first
-token, and beside it that of a prompt as long that nobody has seen, each the median of five. In a
-loop: all sessions at once come with --more new tokens and get --out, once with host memory and
-once without; the figure is generated tokens per second of the second turn.
+Each session has --tokens random token ids, and the device's cache holds --held of them, while host
+memory holds all as they are in the end; --set kv_memory and hicache_ratio say otherwise. Returning
+alone: a session whose pages are in host memory comes with --more new tokens; the figure is the time
+to its first token, and beside it that of a prompt as long that nobody has seen, each the median of
+five. In a loop: all sessions at once come with --more new tokens and get --out, once with host
+memory and once without; the figure is generated tokens per second of the second turn.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 from device_decode import seconds, value
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.config import EngineConfig
 from ds_runtime_bench.record import append, environment, load_format
 
 
@@ -57,6 +59,22 @@ def loop(llm: LLM, said: list[list[int]], more: int, out: int, vocab: int) -> fl
     return rate
 
 
+def sized(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of caches, where they are not given: the longest session is a context, the device
+    has --held sessions as they are first, and a page each, and host memory all of them."""
+    longest = args.tokens + 2 * (args.more + args.out)
+    given = {"context_length": longest + args.more, **given}
+    found = assemble(EngineConfig(model=str(args.checkpoint), **given), tuple(given))
+    size, sizes, config = found.config.page_size, found.cache_sizes, found.config
+    snapshots = 4 * args.held if sizes.state else 0
+    states = config.max_running_requests + 1 + snapshots if snapshots else 0
+    held = args.held * (args.tokens // size + 1)
+    held = max(held, -(-given["context_length"] // size) + 1)
+    ratio = 1.1 * args.sessions * (longest // size + 1) / held
+    kept = {"kv_memory": held * sizes.page + states * sizes.state, "hicache_ratio": ratio}
+    return {**kept, **({"state_snapshots": snapshots} if snapshots else {}), **given}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="its folder, or one of a config.json alone")
@@ -67,12 +85,10 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     given: dict[str, Any] = {n: value(v) for n, _, v in (s.partition("=") for s in args.set)}
-    given.setdefault("load_format", load_format(args.checkpoint))
+    given = sized(args, {"load_format": load_format(args.checkpoint), **given})
     record: dict[str, Any] = {**vars(args), "checkpoint": args.checkpoint.name, "out_file": ""}
     for host in (True, False):
-        more = {"enable_hierarchical_cache": host}
-        more |= {"hicache_ratio": 1.5 * args.sessions / args.held} if host else {}
-        with LLM(args.checkpoint, **given, **more) as llm:
+        with LLM(args.checkpoint, **given, enable_hierarchical_cache=host) as llm:
             vocab = llm._alive().assembly.model.vocab_size
             said = drawn(args.sessions, args.tokens, vocab, 1)
             for session in said:

@@ -251,7 +251,13 @@ PAGES = {
 }
 TIERS = {
     "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs, *unrun* on other devices",
-    "disk (`--disk-cache`)": "*ran on* CPUs; refused where `--tp` is above 1",
+    "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node, DP attention and "
+    "`--disable-mla` included; *unrun* on other devices and on several nodes",
+    "both, under DeepSeek-V4 (pages and states)": "*ran on* CPUs, with `--tp` 1 and 2",
+    "LMCache": "*unrun*: lmcache 0.5.6 asks for CUDA's packages (cupy, cuda-python), and without "
+    "its requirements it does not import",
+    "Mooncake Store": "*unrun*: mooncake-transfer-engine 0.3.13.post1, and its build without CUDA, "
+    "do not import without the system's libibverbs",
 }
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
