@@ -27,7 +27,6 @@ PAGES = sorted(
 TO_REWRITE = {
     "ARCHITECTURE.md",
     "CHANGELOG.md",
-    "README.md",
     "docs/api.md",
     "docs/batch-invariant.md",
     "docs/cache-groups.md",
