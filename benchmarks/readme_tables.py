@@ -64,6 +64,57 @@ def on_a_device(rows: Rows) -> str:
     )
 
 
+LLAMA = ("AMD EPYC", "x86-64-avx512bf16", "0c1e570")  # processor, instruction set, build
+WEIGHTS = {"BF16": ("lite-8", None), "FP8 beside Q8_0": ("lite-8-fp8", None)}
+WEIGHTS |= {"int8 beside Q8_0": ("lite-8", "int8"), "int4 beside Q4_0": ("lite-8", "int4")}
+
+
+def _beside_llama(rows: Rows) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """By weights: the last record's cases by name."""
+    found: dict[tuple[str, str | None], dict[str, Mapping[str, Any]]] = {}
+    for r in rows:
+        peer = r["engines"].get("llama.cpp", {})
+        own = r["engines"]["ds-runtime"]["arch"]
+        if (r["machine"]["processor"], own, peer.get("build_commit")) == LLAMA:
+            key = (r["model"], r["settings"].get("quantize"))
+            found[key] = {c["case"]: c for c in r["results"]}
+    return {name: found[key] for name, key in WEIGHTS.items()}
+
+
+def beside_llama(rows: Rows) -> str:
+    """The ratios of rates to llama.cpp's."""
+    cases = ["batch 1", "batch 4", "batch 16", "prefill 512"]
+    lines = ["| weights | 1 | 4 | 16 requests | prompt of 512 |", "|---|---:|---:|---:|---:|"]
+    for name, held in _beside_llama(rows).items():
+        ratios = [f"{held[c]['ratio']:.2f}" for c in cases]
+        lines.append(f"| {name} | {' | '.join(ratios)} |")
+    return "\n".join(lines) + f"\n\nTwo cores of an {LLAMA[0]}, llama.cpp {LLAMA[2]}.\n"
+
+
+def front(device: Rows, transformers: Rows, llama: Rows) -> str:
+    """A row for each comparison, of the records that the tables below have."""
+    r = [r for r in device if r.get("command") == DECODE][-1]
+    steps = {s["batch"]: s["step_ms"] for s in r["steps"] if "batch" in s}
+    t = [t for t in transformers if (t["model"], t["batch_size"]) == ("lite-8", 8)][-1]
+    rate = t["decode_tokens_per_s"]
+    c = _beside_llama(llama)["BF16"]["batch 16"]["tokens_per_s"]
+    name = r["device"].removeprefix("NVIDIA ")
+    return "\n".join(
+        [
+            "| on | decode of | ds-runtime | other engine |",
+            "|---|---|---:|---:|",
+            f"| one {name} | four layers of V3, FP8, 1 and 64 requests "
+            f"| {steps[1]:.2f} and {steps[64]:.2f} ms a step | none measured |",
+            f"| 2 cores of an {t['machine']['processor']} | lite-8, BF16, 8 requests "
+            f"| {rate['ds-runtime']:.1f} tokens/s "
+            f"| transformers {t['versions']['transformers']}: {rate['transformers']:.1f} |",
+            f"| 2 cores of an {LLAMA[0]} | lite-8, BF16, 16 requests "
+            f"| {c['ds-runtime']:.1f} tokens/s | llama.cpp {LLAMA[2]}: {c['llama.cpp']:.1f} |",
+            "",
+        ]
+    )
+
+
 def read(name: str) -> Rows:
     """A file of records."""
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
@@ -74,6 +125,10 @@ def page(text: str) -> str:
     made = {
         "transformers": beside_transformers(read("compare_transformers.jsonl")),
         "device": on_a_device(read("device_decode.jsonl")),
+        "llama": beside_llama(read("compare.jsonl")),
+        "front": front(
+            read("device_decode.jsonl"), read("compare_transformers.jsonl"), read("compare.jsonl")
+        ),
     }
     for name, table in made.items():
         between = re.compile(rf"(?<=<!-- {name} -->\n).*(?=<!-- /{name} -->)", re.DOTALL)

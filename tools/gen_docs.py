@@ -1,5 +1,5 @@
-"""Writes docs/contracts.md, hooks.md, metrics.md, support.md, known-flags.md and clients.md from
-the code; --check only compares.
+"""Writes the reference pages of docs/ from the code, and clients.md from tests/clients; --check
+only compares.
 
 python tools/gen_docs.py [--check]
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import reference_pages
 from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import Spelling
@@ -409,6 +410,8 @@ def pages() -> dict[Path, str]:
         DOCS / "support.md": support_matrix(),
         DOCS / "known-flags.md": known_flags(),
         DOCS / "clients.md": clients(),
+        DOCS / "flags.md": reference_pages.flags(NOTE),
+        DOCS / "plugin-api.md": reference_pages.plugin_api(NOTE),
     }
 
 

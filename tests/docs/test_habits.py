@@ -158,3 +158,34 @@ def test_the_release_checklist_installs_what_it_built() -> None:
     page = (ROOT / "docs/release.md").read_text()
     assert "--find-links dist" in page and "--no-index" in page
     assert "--wheel-dir dist" in page and "DS_REQUIRE_NATIVE=1" in page
+
+
+def test_the_readme_says_the_essential_on_one_screen() -> None:
+    """What it is, why, how fast, two starts and what never ran: before the first heading."""
+    top = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert len(top.splitlines()) <= 45
+    for said in (
+        "SGLang",
+        "llama.cpp",
+        "**Never run:**",
+        "671 billion",
+        "Blackwell",
+        "AMD",
+        "Ascend",
+    ):
+        assert said in top
+    assert '".[cuda]" && ds-runtime serve' in top and '".[cpu]" && ds-runtime serve' in top
+
+
+def test_the_size_of_the_plugin_in_the_readme_is_its_size() -> None:
+    (said,) = re.findall(r"about ([\d,]+) lines", (ROOT / "README.md").read_text())
+    files = (ROOT / "plugins/npu").rglob("*.py")
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    assert abs(lines - int(said.replace(",", ""))) <= 100
+
+
+def test_the_example_plugin_is_the_one_of_the_readme() -> None:
+    page = (ROOT / "README.md").read_text()
+    for name in ("acme/__init__.py", "acme/kernels.py"):
+        source = (ROOT / "examples/plugin" / name).read_text()
+        assert source.startswith(f"# {name}") and f"```python\n{source}```" in page
