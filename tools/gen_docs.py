@@ -256,8 +256,8 @@ PARTS = {
     "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
 }
 V4 = {
-    "text, `--tp`, DP attention": "*ran on* CPUs, *unrun* on other devices",
-    "drafts, adapters, `--ep`, `--quantize`, `--batch-invariant`": "refused, with a sentence",
+    "text, `--tp`, `--ep`, DP attention": "*ran on* CPUs, *unrun* on other devices",
+    "drafts, adapters, `--quantize`, `--batch-invariant`": "refused, with a sentence",
 }
 
 
