@@ -269,8 +269,8 @@ PARTS = {
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
 V4 = {
-    "text, `--tp`, DP attention": "*ran on* CPUs, *unrun* on other devices",
-    "drafts, adapters, `--ep`, `--quantize`, `--batch-invariant`": "refused, with a sentence",
+    "text, `--tp`, `--ep`, DP attention": "*ran on* CPUs, *unrun* on other devices",
+    "drafts, adapters, `--quantize`, `--batch-invariant`": "refused, with a sentence",
 }
 
 

@@ -13,6 +13,7 @@ import transformers
 from served import serving
 
 import ds_runtime
+from ds_runtime.cli import main
 
 DEMO = Path(ds_runtime.__file__).parent / "demo"
 
@@ -63,3 +64,30 @@ def test_turns_of_a_chat_go_on_from_the_cache(folder):
                 {"role": "user", "content": "go on"},
             ]
         assert before > 0
+
+
+TRACE = {"num-turns": 20, "prefix-len": 1500, "input-len": 64, "output-len": 24, "think-time": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Random weights of a small shape, with room for a long conversation."""
+    made = tmp_path_factory.mktemp("v4-tiny")
+    assert main(["bench", "make-checkpoint", "--shape", "v4-tiny", str(made)]) == 0
+    path = made / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 40960}))
+    return made
+
+
+@pytest.mark.parametrize("sessions", [1, 3], ids=["one by one", "at once"])
+def test_agents_of_twenty_turns_find_what_their_trace_allows(tiny, capsys, sessions):
+    """97 % of the tokens at least that unlimited memory could serve, by ids that the server says."""
+    with serving(tiny, "--threads", "1") as server:
+        flags = ["--base-url", server.wait_url(), "--dataset-name", "agent", "--num-prompts", "3"]
+        flags += [word for name, value in TRACE.items() for word in (f"--{name}", str(value))]
+        flags += ["--tool-result-len", "20", "150", "--max-concurrency", str(sessions)]
+        code = main(["bench", "serving", *flags, "--endpoint", "/v1/completions", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0, report["errors"]
+    assert report["completed"] == 60
+    assert 0.97 <= report["share_of_bound"] <= 1, report["turns"]

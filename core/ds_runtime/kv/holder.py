@@ -12,6 +12,7 @@ class Holder(Protocol):
     """A request, as the engine has it. Lengths and counts are in tokens, but for num_shared: the
     first `num_shared` of `pages` are in the prefix cache, the last of them at `node`. snapshot:
     its block that no node has yet, −1 for none, which stands for its first `snapshot_at` tokens.
+    branches: where else in its prompt one is due, in tokens.
     num_loaded: pages that came from below the device when it began to run. fetch: what was asked
     of the disk for it. on_device: its last token was sampled there. max_shared: that may enter
     the prefix cache.
@@ -26,6 +27,7 @@ class Holder(Protocol):
     on_device: bool
     snapshot: int
     snapshot_at: int
+    branches: set[int]
     max_shared: int | None
     cached_tokens: int | None
     num_loaded: int

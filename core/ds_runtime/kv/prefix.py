@@ -56,12 +56,14 @@ class Node:
 
 class Match(NamedTuple):
     """A path into the tree: its deepest node and its pages from the root down. behind: names of the
-    pages that follow below the device.
+    pages that follow below the device. num_known: how many are known, of which a request may be
+    able to go on from fewer.
     """
 
     node: Node
     pages: list[int]
     behind: tuple[bytes, ...] = ()
+    num_known: int = 0
 
     @property
     def num_pages(self) -> int:

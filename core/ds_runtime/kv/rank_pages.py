@@ -87,20 +87,33 @@ class Pages:
         """
         size, count = self.page_size, known.num_pages if known else 0
         found: tuple[int, Holder | None] = count, None
+        last: Holder | None = None
         while self._coming and (count + 1) * size < request.prompt_len:
             by = self._coming.get(request.beginning(count, size))
             if by is None or by.order > request.order:
                 break
             count += 1
-            kept = self.snapshots
+            last, kept = by, self.snapshots
             if kept is None or (kept.pool.num_pages and kept.is_due(by, count * size)):
                 found = count, by
+        kept = self.snapshots
+        if kept is not None and kept.pool.num_pages and last is not None and count > found[0]:
+            if kept.branch(last, count * size):
+                return count, last
+            request.branches.add(count * size)  # that one is past it: the next will go on from here
         return found
 
     def _announce(self, request: Holder) -> None:
-        """Others need not compute what it will share of its prompt."""
+        """Others need not compute what it will share of its prompt. Up to where it leaves a snapshot
+        for them it takes the place of whoever does not.
+        """
+        own = max(request.branches, default=0) // self.page_size
         for index in range(request.num_shared, self._last(request)):
-            self._coming.setdefault(request.beginning(index, self.page_size), request)
+            key = request.beginning(index, self.page_size)
+            if index < own:
+                self._coming[key] = request
+            else:
+                self._coming.setdefault(key, request)
 
     def _came(self, request: Holder, first: int, last: int) -> None:
         """These pages of it are shared, or never will be."""
@@ -142,7 +155,7 @@ class Pages:
         if prefix:
             self._announce(request)
         if self.snapshots is not None:
-            self.snapshots.start(request)
+            self.snapshots.start(request, known.num_known if known else 0)
         return True
 
     def _load(self, request: Holder, slots: list[int]) -> None:

@@ -48,7 +48,8 @@ class StatesBelow(Protocol):
 class Snapshots:
     """The snapshots of one rank: `count` at most, behind `rows` requests' blocks and a spare one.
 
-    A prompt has them at every `TOKENS` tokens and at its last page that it does not fill; behind it
+    A prompt has them at every `TOKENS` tokens, at its last page that it does not fill, and where
+    another prompt left it that was seen, here or by who computes it; behind it
     a request renews one with every page, which is the last one's when it ends. below: where they
     go from here; None: nowhere. In copies −1 − n is slot n there.
     """
@@ -76,19 +77,19 @@ class Snapshots:
         """The part of a path that a request can go on from: up to its last node with a snapshot.
         everywhere: or up to a page with one below the device.
         """
-        below = self.below if everywhere else None
+        below, known = self.below if everywhere else None, found.num_pages
         behind = found.behind
         while behind and (below is None or not below.has_state(behind[-1])):
             behind = behind[:-1]
         if behind:
-            return found._replace(behind=behind)
+            return found._replace(behind=behind, num_known=known)
         node, pages = found.node, found.pages
         while node.parent is not None and node not in self:
             if below is not None and below.has_state(node.name):
                 break
             node = node.parent
             pages = pages[:-1]
-        return Match(node, pages)
+        return Match(node, pages, num_known=known)
 
     def lose(self, node: Node) -> None:
         """The node leaves, or nothing goes on from it."""
@@ -157,12 +158,16 @@ class Snapshots:
         each = self.page_size if request.on_device else self._every
         stops = [(start // each + 1) * each]
         if not request.on_device:
-            stops += [at for at in self._ends(request) if at > start]
+            stops += [at for at in (*self._ends(request), *request.branches) if at > start]
         return min(length, min(stops) - start)
 
-    def start(self, request: Holder) -> None:
-        """It takes its row: what it has read of the prefix cache goes on from a snapshot."""
+    def start(self, request: Holder, num_known: int = 0) -> None:
+        """It takes its row: what it has read of the prefix cache goes on from a snapshot. Where it
+        leaves the pages that are known others may, too: it makes one there.
+        """
         node = request.node
+        if num_known > request.num_shared:
+            request.branches.add(num_known * self.page_size)
         if request.num_shared and node is not None:
             self.num_hits += 1
             self._copies.append((self._source(node), request.row))
@@ -185,7 +190,18 @@ class Snapshots:
 
     def is_due(self, request: Holder, at: int) -> bool:
         """Whether a request that computes known tokens makes one there."""
-        return at % self._every == 0 or at in self._ends(request)
+        if at % self._every == 0 or at in request.branches:
+            return True
+        return at in self._ends(request)
+
+    def branch(self, request: Holder, at: int) -> bool:
+        """Another prompt leaves this one there, which has yet to be computed up to it: a snapshot
+        is due there. False where it is past it.
+        """
+        if request.on_device or request.num_computed >= at:
+            return False
+        request.branches.add(at)
+        return True
 
     def publish(self, request: Holder, ended: bool = False) -> None:
         """Its pages are in the prefix cache, and so may be its snapshot: one in the prompt, or the
@@ -206,6 +222,7 @@ class Snapshots:
         if request.snapshot >= 0:
             self.give(request.snapshot)
         request.snapshot, request.snapshot_at = -1, 0
+        request.branches.clear()
 
     def drain(self) -> list[tuple[int, int]]:
         """(source, target) of copies that are to run in front of the next step, in this order."""

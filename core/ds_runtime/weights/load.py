@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from ds_runtime.assembly.estimate import (
@@ -17,9 +18,10 @@ from ds_runtime.assembly.estimate import (
 )
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.checkpoint.tensors import tensors_of
+from ds_runtime.checkpoint.tensors import StoredTensor, tensors_of
 from ds_runtime.common.progress import Progress, amount
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hybrid.structure import native_name
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.structure import draft_of, model_of
@@ -121,13 +123,19 @@ def quant_of(assembly: Assembly, nextn: NextN | None = None) -> Quant:
     return Quant.open(assembly.nextn_loader, nextn.config.quantization)
 
 
+def entries_of(folder: Path, model: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors of a folder, under the names that the model's structure has."""
+    entries = tensors_of(folder)
+    if model.hybrid is None:
+        return entries
+    return {native_name(name): entry for name, entry in entries.items()}
+
+
 def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Checkpoint:
     """The checkpoint of the model or of its draft layer, or random tensors in its place."""
     folder = assembly.folder if nextn is None else nextn.folder
     if assembly.config.load_format != "dummy":
-        entries = None
-        if assembly.model.hybrid is not None:
-            entries = {native_name(name): entry for name, entry in tensors_of(folder).items()}
+        entries = entries_of(folder, assembly.model)
         return Checkpoint(folder, entries, allow_nan=assembly.config.allow_nan_weights)
     model, of = assembly.model, quant.format_of
     tree = model_of(model, of) if nextn is None else draft_of(model, nextn.layer, of)

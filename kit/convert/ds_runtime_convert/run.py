@@ -110,6 +110,8 @@ class _Job:
         raw = {k: v for k, v in self.raw.items() if k not in ("quantization_config", KEY)}
         if self.target.name == "bf16":
             raw |= {k: "bfloat16" for k in ("torch_dtype", "dtype") if k in raw}
+        if self.target.name == "fp8" and self.source.config.hybrid is not None:
+            raw.setdefault("expert_dtype", "fp8")  # experts that are in no format of their own yet
         return raw | ({"quantization_config": stated} if stated else {}), beside
 
     def _quant(self, kept: tuple[str, ...]) -> Quant:

@@ -19,6 +19,7 @@ from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.check import check_checkpoint, ignorable
+from ds_runtime.weights.load import entries_of
 from ds_runtime.weights.quant import PartRequest, Place, Quant
 
 
@@ -35,7 +36,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         config = load_config(folder)
-        self.checkpoint = Checkpoint(folder)
+        self.checkpoint = Checkpoint(folder, entries_of(folder, config))
         self.config = _with_indexers(config, self.checkpoint)
         self.quant = quant_of(self.config, str(folder / "config.json"))
         self.modules = stored_modules(self.config, self.quant.format_of)

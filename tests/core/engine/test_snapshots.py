@@ -86,6 +86,16 @@ class Machine(RuleBasedStateMachine):
         self.here.append(request)
         return request
 
+    @rule(request=running, at=st.integers(1, 6))
+    def part(self, request, at):
+        """Another prompt leaves it there: a snapshot is due, unless it is behind."""
+        if request is None or request not in self.here or at * SIZE >= request.prompt_len:
+            return
+        behind = request.num_computed >= at * SIZE
+        due = not request.on_device and not behind
+        assert self.made.branch(request, at * SIZE) == due
+        assert not due or self.pages.reach(request, 20) <= at * SIZE - request.num_computed
+
     @rule(request=running, length=st.integers(1, 9), token=st.integers(0, 1))
     def compute(self, request, length, token):
         if request is None or request not in self.here:
@@ -215,6 +225,33 @@ def test_where_there_are_no_snapshots_nobody_waits_for_one(blocks, overlap):
     rig.check_end()
     assert rig.scheduler.stats().prefix_waits == (5 if blocks else 0)
     assert sorted(rig.cached.values()) == ([0, *[28] * 5] if blocks else [0] * 6)
+
+
+SIDE = st.integers(0, 7)  # pages
+
+
+@given(
+    common=st.integers(1, 9), tails=st.lists(st.tuples(SIDE, st.integers(0, 3)), min_size=3,
+    max_size=5), chunk=st.sampled_from([4, 8, 64]), overlap=st.integers(0, 1), first=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=examples(60), deadline=None)
+def test_where_a_prompt_was_left_the_next_one_goes_on(common, tails, chunk, overlap, first):
+    """Prompts that share so many pages and differ in the first token behind them: the first
+    computes all, the second what it shares, too, and leaves a snapshot where it left; the rest
+    compute only their own. At once, the second waits for the first unless that is past it."""
+    rig = Rig(400, overlap=overlap, snapshots=64, prefill_chunk=chunk, max_running=6)
+    shared = [n % 9 for n in range(4 * common)]
+    for n, (pages, more) in enumerate(tails):
+        tail = [10 + n] + [20 + (n + k) % 19 for k in range(4 * pages + more)]
+        rig.submit(str(n), [*shared, *tail], max_tokens=3)
+        if first:
+            rig.run()
+    rig.run()
+    rig.check_end()
+    found = [rig.cached[str(n)] for n in range(len(tails))]
+    assert found[0] == 0 and found[2:] == [4 * common] * len(found[2:])
+    ends = sum(tails[0], 3 * tails[0][0]) < 4  # the first prompt, there
+    assert found[1] == 4 * common if ends or (not first and chunk == 4 < 4 * common) else True
 
 
 @given(

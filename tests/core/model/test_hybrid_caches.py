@@ -42,6 +42,20 @@ def test_a_prompt_goes_on_from_a_snapshot(six):
             compare(oracle, [turn, [*turn, 3]], outputs, scored=False, least=0)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_go_on_where_others_left(six, together):
+    """At a page that no prompt ends with: from the second that leaves there, or of several at once
+    all but the one that computes it."""
+    folder, oracle = six
+    base = oracle.prompt(400, 11)
+    prompts = [base, *([*base[:300], *oracle.prompt(20 + n, 12 + n)] for n in range(3))]
+    with LLM(folder, **SETTINGS, state_snapshots=8, chunked_prefill_size=100) as llm:
+        groups = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
+    assert [o.usage.cached_tokens for o in outputs] == [0, 256 if together else 0, 256, 256]
+    compare(oracle, prompts, outputs, scored=False, least=0)
+
+
 def test_whoever_is_preempted_answers_the_same(six):
     folder, oracle = six
     given = {**SETTINGS, "max_running_requests": 4, "state_snapshots": 0}

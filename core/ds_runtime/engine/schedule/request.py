@@ -47,7 +47,8 @@ class Request:
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
     `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
     of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
-    `snapshot`: a block that is its own, with what it had beside pages at token `snapshot_at`.
+    `snapshot`: a block that is its own, with what it had beside pages at token `snapshot_at`;
+    `branches`: where others leave its prompt, so that one is due there.
     If `max_shared` is set, by the prompt's end or `think_id` in the output, only so many tokens may
     enter the prefix cache.
     `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
@@ -88,6 +89,7 @@ class Request:
     node: Node | None = None
     snapshot: int = -1
     snapshot_at: int = 0
+    branches: set[int] = field(default_factory=set)
     num_computed: int = 0
     num_pending: int = 0
     num_in_flight: int = 0

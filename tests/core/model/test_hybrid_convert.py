@@ -1,0 +1,73 @@
+"""`ds-runtime convert` of DeepSeek-V4: names of transformers or native ones in, native ones out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hybrid_models import BASE, SCORED, SETTINGS, HybridOracle, compare, write_native
+from safetensors.torch import load_file
+
+from ds_runtime.description.hybrid.structure import native_name
+from ds_runtime.offline.llm import LLM
+from ds_runtime_convert.run import convert
+from ds_runtime_convert.targets import TARGETS
+
+WIDE = {**BASE, "hidden_size": 128, "moe_intermediate_size": 128}
+
+
+def answered(oracle, folder):
+    prompts = [oracle.prompt(n, n) for n in (7, 40, 140)]
+    with LLM(folder, **SETTINGS) as llm:
+        compare(oracle, prompts, llm.generate(prompts, SCORED))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of one model whose numbers FP4 and FP8 hold: as transformers writes it, and native,
+    instruct and base."""
+    folder, oracle = tmp_path_factory.mktemp("v4"), HybridOracle(WIDE, seed=4)
+    oracle.round()
+    with torch.no_grad():
+        for p in oracle.model.parameters():
+            p.copy_(p.bfloat16())
+    oracle._double()
+    oracle.model.save_pretrained(folder / "transformers")
+    write_native(oracle, folder / "native")
+    return folder, oracle
+
+
+@pytest.mark.parametrize("source", ["transformers", "native"])
+def test_numbers_in_bfloat16_are_the_model(sources, tmp_path, source):
+    folder, oracle = sources
+    report = convert(folder / source, "bf16", tmp_path / "out")
+    assert not report.errors
+    answered(oracle, tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", sorted(TARGETS))
+@pytest.mark.parametrize("source", ["transformers", "native"])
+def test_every_format_has_native_names(sources, tmp_path, source, to):
+    """And is read back, name by name and shape by shape, which `convert` itself does at its end."""
+    folder, _ = sources
+    convert(folder / source, to, tmp_path / "out", shard_bytes=500_000)
+    files = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    names = [name for tensors in files for name in tensors]
+    assert len(files) > 1 and len(set(names)) == len(names)
+    assert all(native_name(name) == name for name in names)
+
+
+def test_native_fp8_leaves_native_weights_as_they_are(sources, tmp_path):
+    folder, oracle = sources
+    report = convert(folder / "native", "fp8", tmp_path / "out")
+    assert report.errors == {"fp8_block": 0.0, "mxfp4": 0.0}
+    answered(oracle, tmp_path / "out")
+
+
+def test_experts_that_were_in_no_format_are_in_fp8_then(sources, tmp_path):
+    folder, _ = sources
+    report = convert(folder / "transformers", "fp8", tmp_path / "out")
+    assert set(report.errors) == {"fp8_block"}
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["expert_dtype"] == "fp8" and raw["quantization_config"]["quant_method"] == "fp8"
