@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_decode import value
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime_bench.engine.one_batch import random_prompts
@@ -180,14 +181,6 @@ def profile(llm: LLM, prompts: Prompts, tokens: int) -> dict[str, Any]:
         ],
         "host": [line[:110] for line in text.getvalue().splitlines() if line.strip()][:40],
     }
-
-
-def value(text: str) -> Any:
-    """A number or a flag as JSON writes it, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
-from triton_tune import _At, _NoDevice, facts, measure
+from triton_problems import OneConfig, facts
+from triton_tune import NoDevice, measure
 
 from ds_runtime.ops.weight import Packed
 from ds_runtime_triton import coded_experts, experts
@@ -173,7 +174,7 @@ def linear_run(problem: Problem, device: str) -> Made:
     count, (n, k) = _COPIES if device != "cpu" else 1, LINEAR
     held = stack(problem.kind, n, k, count, device)
     kernel, x = LinearWeightOnly(facts()), torch.randn(problem.tokens, k, device=device).to(BF16)
-    arrived, at = counters(held.words), _At()
+    arrived, at = counters(held.words), OneConfig()
     parts: list[Coded] = [held.one(i) for i in range(count)]
     common = {"dense": None, "arrived": arrived, "tuned": at}
     packed = [Packed(kernel.tag, (n, k), {**common, "coded": p}, 0) for p in parts]
@@ -195,7 +196,7 @@ def _compile(task: tuple[Problem, Config]) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(_NoDevice(GPUTarget("cuda", 90, 32)))
+    driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     JITFunction.__getitem__ = lambda self, grid: (  # type: ignore[method-assign]
         lambda *args, **kwargs: self.run(*args, grid=grid, warmup=True, **kwargs)
     )

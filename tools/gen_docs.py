@@ -14,26 +14,21 @@ import json
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import reference_pages
-from ds_runtime.cli.known import BATCH, KNOWN, SERVING
-from ds_runtime.config import EngineConfig, ServerConfig
-from ds_runtime.config.spelling import Spelling
 from ds_runtime.engine.messages import Ready, Stats
-from ds_runtime.ops.binding.backends import NAMES
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.declare import Op
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import hookspecs
-from ds_runtime.plugins.hooks import of as hooks_of
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
 from ds_runtime_kit import support
+from flags_page import known_flags
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"
@@ -349,58 +344,6 @@ def _uses(tree: ast.Module) -> list[str]:
     ]
 
 
-def known_flags() -> str:
-    """Every name of other engines that this one knows."""
-    out = [NOTE, "# Flags that you know from elsewhere\n\n", FLAGS_HEAD, _names(KNOWN)]
-    for verb, flags in (("one-batch", BATCH), ("serving", SERVING)):
-        out += [f"\n## Only of `ds-runtime bench {verb}`\n\n", _names(flags)]
-    plugins = {name: own_hooks(name) for name in ("cuda", "rocm", "npu", "xpu", "cpu", "triton")}
-    for name, plugin in plugins.items():
-        if flags := getattr(plugin, "FLAGS", {}):
-            out += [f"\n## Of the plugin `{name}`\n\n", _names(flags)]
-    out += ["\n## Values\n\n| flag | value | here |\n|---|---|---|\n"]
-    for config in (EngineConfig, ServerConfig):
-        for f in fields(config):
-            for word, meant in f.metadata.get("also", {}).items():
-                out.append(f"| `{_flag(f.name)}` | `{word}` | `{meant}` |\n")
-    out += ["\n## Kernels\n\n| flag | value | here |\n|---|---|---|\n"]
-    for named in (NAMES, *(getattr(p, "BACKENDS", {}) for p in plugins.values())):
-        for name, words in named.items():
-            for word, meant in words.items():
-                said = f"the provider `{meant}`" if isinstance(meant, str) else meant.says
-                out.append(f"| `{_flag(name)}` | `{word}` | {said} |\n")
-    return "".join(out)
-
-
-FLAGS_HEAD = """\
-Flags are named as in SGLang; vLLM's names for the same are accepted, too. Underscores may stand for
-hyphens, and lists take commas or spaces. Some names mean something else here, or nothing: the start
-says so in a line. A name of something that is not here ends the start with a sentence.
-
-"""
-
-
-def _names(flags: Mapping[str, str | Spelling]) -> str:
-    rows = ["| flag | here |\n|---|---|\n"]
-    for flag, meant in flags.items():
-        if isinstance(meant, str):
-            rows.append(f"| `{flag}` | `{_flag(meant)}` |\n")
-        elif meant.says:
-            rows.append(f"| `{flag}` | {'refused: ' * meant.refused}{meant.says} |\n")
-        for value, own in {} if isinstance(meant, str) else meant.values.items():
-            rows.append(f"| `{flag} {value}` | {own.says or 'accepted'} |\n")
-    return "".join(rows)
-
-
-def own_hooks(name: str) -> Any:
-    """What has the hooks of a plugin of this repository."""
-    return hooks_of(importlib.import_module(f"ds_runtime_{name}"))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
     return {
@@ -408,7 +351,7 @@ def pages() -> dict[Path, str]:
         DOCS / "hooks.md": hooks(),
         DOCS / "metrics.md": metrics(),
         DOCS / "support.md": support_matrix(),
-        DOCS / "known-flags.md": known_flags(),
+        DOCS / "known-flags.md": known_flags(NOTE),
         DOCS / "clients.md": clients(),
         DOCS / "flags.md": reference_pages.flags(NOTE),
         DOCS / "plugin-api.md": reference_pages.plugin_api(NOTE),

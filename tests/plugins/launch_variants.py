@@ -14,7 +14,7 @@ import launches
 import torch
 
 from ds_runtime.api import Dims, Facts, Packed, Segments
-from ds_runtime.engine.device.variants import representatives
+from ds_runtime.engine.device.first_steps import representatives
 from ds_runtime.ops.contract import load_attr
 from ds_runtime_triton import absorb, experts, index, linear, mha, mla, quant, router, sparse
 from ds_runtime_triton.blocks import Blocks

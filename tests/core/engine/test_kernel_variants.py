@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.device.variants import StepLimits, covering_steps, representatives
+from ds_runtime.engine.device.first_steps import StepLimits, covering_steps, representatives
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import Compiles
 from ds_runtime.ops.table import OPS

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.engine.step.plan import RowInit
-from ds_runtime.engine.step.sampler import Draw, Sampler, stream_key, uniforms
+from ds_runtime.engine.step.sampler import Draw, Sampler
+from ds_runtime.engine.step.streams import stream_key, uniforms
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops

@@ -23,7 +23,8 @@ from ds_runtime.engine.speculate.acceptance import (
 from ds_runtime.engine.speculate.tree import Growth
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.engine.step.result import sort_rows
-from ds_runtime.engine.step.sampler import Sampler, stream_key
+from ds_runtime.engine.step.sampler import Sampler
+from ds_runtime.engine.step.streams import stream_key
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops

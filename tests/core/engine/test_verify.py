@@ -9,7 +9,8 @@ import torch
 from ds_runtime.engine.speculate.acceptance import claim, judge
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.engine.step.result import sort_rows
-from ds_runtime.engine.step.sampler import Sampler, stream_key, uniforms
+from ds_runtime.engine.step.sampler import Sampler
+from ds_runtime.engine.step.streams import stream_key, uniforms
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops

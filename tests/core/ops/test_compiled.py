@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.device.variants import representatives
+from ds_runtime.engine.device.first_steps import representatives
 from ds_runtime.errors import ConfigError, KernelError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.binding.by_rows import shares_of

@@ -14,7 +14,6 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from ds_runtime.common.progress import Progress
 from ds_runtime.engine.capture.recorder import Recorder
 from ds_runtime.engine.step.inputs import bare_batch
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.model.deepseek import Cut
-from ds_runtime.model.indexer import Selection
+from ds_runtime.model.deepseek import Cut, DeepSeekModel
 from ds_runtime.ops.batch import Batch, RowOrder
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.exchange import RowExchange
@@ -33,27 +31,6 @@ from ds_runtime.platform.graphs import borrowed
 log = logging.getLogger(__name__)
 
 _SECONDS = 4.0  # of captures at a start that need not make all
-
-
-class PiecewiseModel(Protocol):
-    """What a step asks of the model: see DeepSeekModel."""
-
-    dtype: torch.dtype
-    exchange: RowExchange
-
-    def pieces(
-        self, batch: Batch, caches: Caches, attended: Tensor
-    ) -> Generator[Cut, None, Tensor]: ...
-
-    def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None: ...
-
-    def few(self, batch: Batch) -> Tensor | None: ...
-
-    def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor: ...
-
-    def selection(self, batch: Batch) -> Selection | None: ...
-
-    def attended_width(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +49,7 @@ class StepRows:
     exchange: RowExchange
 
     @staticmethod
-    def of(model: PiecewiseModel, size: int, device: torch.device, adapts: bool) -> StepRows:
+    def of(model: DeepSeekModel, size: int, device: torch.device, adapts: bool) -> StepRows:
         ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
         width = model.attended_width()
         none = torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None
@@ -129,7 +106,7 @@ class StepRows:
 class PrefillGraph:
     """One captured step of as many tokens as `rows` has."""
 
-    def __init__(self, model: PiecewiseModel, caches: Caches, rows: StepRows) -> None:
+    def __init__(self, model: DeepSeekModel, caches: Caches, rows: StepRows) -> None:
         self.size = rows.ids.shape[0]
         self._model, self._caches, self._rows = model, caches, rows
         self._pieces: list[tuple[Callable[[], None], Cut]] = []
@@ -201,7 +178,7 @@ class PrefillGraphs:
 
     def __init__(
         self,
-        model: PiecewiseModel,
+        model: DeepSeekModel,
         caches: Caches,
         sizes: Sequence[int],
         recorder: Recorder,

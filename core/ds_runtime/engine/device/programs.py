@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
@@ -67,15 +66,11 @@ class Programs:
             return
         backend = platform.graph_backend(local_rank)
         self._recorder = Recorder(backend, platform.capture_after, checking, ranks)
-        pieces = isinstance(parts.model, DeepSeekModel) and not config.disable_prefill_graph
-        if platform.captures_prefill and pieces and not self.late:
+        pieces = platform.captures_prefill and not config.disable_prefill_graph and not self.late
+        if pieces and isinstance(parts.model, DeepSeekModel):
             self.prefill_sizes = prefill_graph_sizes(config)
             self.op_by_op.prefills = PrefillGraphs(
-                cast("DeepSeekModel", parts.model),
-                parts.caches,
-                self.prefill_sizes,
-                self._recorder,
-                parts.adapts,
+                parts.model, parts.caches, self.prefill_sizes, self._recorder, parts.adapts
             )
         # Ranks that differ in what is captured would wait for each other.
         self._required = config.prefill_graph_sizes is not None or ranks > 1

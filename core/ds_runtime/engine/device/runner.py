@@ -20,13 +20,12 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.recorder import rehearsing
+from ds_runtime.engine.device import first_steps
 from ds_runtime.engine.device.captured import Captured
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs
-from ds_runtime.engine.device.variants import PAGES, StepLimits, covering_steps, one_of_each_kind
-from ds_runtime.engine.device.warmup import warm_up_length, warm_up_steps
 from ds_runtime.engine.speculate.acceptance import Trees
 from ds_runtime.engine.speculate.chain import Rest
 from ds_runtime.engine.step.inputs import StepInputs
@@ -350,7 +349,7 @@ class Runner:
         from ds_runtime.ops.reference.compiling import compiling
 
         most = self.config.torch_compile_max_bs
-        lengths = {min(most, warm_up_length(self.config, self.context_length)), 1}
+        lengths = {min(most, first_steps.warm_up_length(self.config, self.context_length)), 1}
         shown = Progress("compiling", len(lengths), "kinds", enabled=self.rank == 0)
         with shown as progress, compiling():
             for length in sorted(lengths, reverse=True):
@@ -360,8 +359,9 @@ class Runner:
 
     def _first_steps(self, length: int | None = None) -> Iterator[StepResult]:
         """Those of `warm_up_steps`, op by op, over pages of their own; results on rank 0."""
-        given = self.config, self.context_length, self.width, length
-        plans, count = warm_up_steps(*given)
+        plans, count = first_steps.warm_up_steps(
+            self.config, self.context_length, self.width, length
+        )
         alone = self._over(count)
         for plan in plans:
             handle = self._launch(plan, alone)
@@ -377,16 +377,16 @@ class Runner:
             if not anything:
                 return
             model = self.assembly.model
-            limits = StepLimits(
+            limits = first_steps.StepLimits(
                 self.context_length,
                 self.width,
                 0 if model.indexing is None else model.indexing.top_k,
                 model.vocab_size,
                 self.assembly.lora is not None,
             )
-            alone = self._over(PAGES)
-            with self.model.only(one_of_each_kind(self.bound, model.layers)):
-                for plan in covering_steps(self.bound, self.config, limits):
+            alone = self._over(first_steps.PAGES)
+            with self.model.only(first_steps.one_of_each_kind(self.bound, model.layers)):
+                for plan in first_steps.covering_steps(self.bound, self.config, limits):
                     self._launch(plan, alone)
                 self.programs.rehearse()
         self.platform.synchronize()

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.result import Wanted
-from ds_runtime.engine.step.sampler import Nodes, uniforms
+from ds_runtime.engine.step.sampler import Nodes
+from ds_runtime.engine.step.streams import uniforms
 from ds_runtime.engine.step.transfer import Array, Upload
 from ds_runtime.model.base import Moves
 from ds_runtime.ops.batch import TAIL

@@ -32,6 +32,17 @@ def placed(items: Sequence[T], places: npt.NDArray[np.int64], size: int) -> list
     return found
 
 
+def packed(masks: Sequence[bytes | None], size: int) -> Columns:
+    """MaskLogits' arrays: which mask each of `size` draws has, −1 for none, and all there are. At
+    least one of `masks`, those of the first draws, is not None.
+    """
+    found = [mask for mask in masks if mask is not None]
+    which = np.full(size, -1, np.int32)
+    which[[i for i, mask in enumerate(masks) if mask is not None]] = range(len(found))
+    bits = np.frombuffer(bytearray().join(found), np.int32)
+    return which, bits.reshape(len(found), -1)
+
+
 def can_capture(binding: Binding) -> bool:
     """Whether the kernels that draw behind masks can be captured; if not, they run op by op."""
     needed = {("mask_logits", "sampler"), ("sample", "sampler")}
@@ -55,13 +66,8 @@ class MaskedDraw:
         """Queue the transfer of a step's inputs. settings: Sample's, of `size` draws; masks: of as
         many draws as there are, None where every token may be drawn.
         """
-        found = [mask for mask in masks if mask is not None]
-        numbers = iter(range(len(found)))
-        which = np.full(self.size, -1, np.int32)
-        which[: len(masks)] = [-1 if mask is None else next(numbers) for mask in masks]
-        bits = np.frombuffer(b"".join(found), np.int32).reshape(len(found), self._words)
         sent = Upload(self._logits.device)
-        places = [sent.add(array) for array in (*settings, which, bits)]
+        places = [sent.add(array) for array in (*settings, *packed(masks, self.size))]
         sent.send(self._buffer)
         return [sent[place] for place in places]
 

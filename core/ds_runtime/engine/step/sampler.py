@@ -18,40 +18,12 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.messages import TokenLogprob
-from ds_runtime.engine.step.masked_draw import MaskedDraw, placed
+from ds_runtime.engine.step.masked_draw import MaskedDraw, packed, placed
 from ds_runtime.engine.step.plan import RowInit
+from ds_runtime.engine.step.streams import stream_key, uniforms
 from ds_runtime.engine.step.transfer import Upload, put
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    """splitmix64's finaliser: a bijection of 64 bits in which every bit depends on every other."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The same of arrays, whose products wrap at 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def stream_key(seed: int, choice: int) -> int:
-    """The 64-bit key of one choice's random numbers."""
-    return _mix((_mix((seed + _GOLDEN) & _MASK) + (choice + 1) * _GOLDEN) & _MASK)
-
-
-def uniforms(keys: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The numbers in [0, 1) of streams `keys` [n] at positions [n, …], with 53 random bits."""
-    streams = np.array(keys, np.uint64).reshape(-1, *(1,) * (positions.ndim - 1))
-    mixed = _mixed(streams + (positions + 1).astype(np.uint64) * np.uint64(_GOLDEN))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(slots=True)
@@ -251,16 +223,13 @@ class Sampler:
         """Masks on their way to the device. Their size is a vocabulary's: most steps have none,
         and the fixed places of a captured step's inputs have no room for them.
         """
-        found = [d.mask for d in draws if d.mask is not None]
-        if not found:
+        masks = [d.mask for d in draws]
+        if not any(mask is not None for mask in masks):
             return None
-        bits = np.frombuffer(bytearray(b"".join(found)), np.int32).reshape(len(found), -1)
-        numbers = iter(range(len(found)))
-        which = [-1 if d.mask is None else next(numbers) for d in draws]
         sent = Upload(self.device)
-        masks, rows = sent.add(bits), sent.add(np.array(which, np.int32))
+        which, bits = (sent.add(array) for array in packed(masks, len(masks)))
         sent.send()
-        return sent[masks], sent[rows]
+        return sent[bits], sent[which]
 
     def draw(
         self,
@@ -284,12 +253,6 @@ class Sampler:
             logits = self._change(logits, draws, drafts, nodes)
         if draws.masks is not None:
             logits = self.ops.mask_logits(logits, *draws.masks)
-        return self.choose(logits, draws, sent, nodes)
-
-    def choose(
-        self, logits: Tensor, draws: Draws, sent: Upload, nodes: Nodes | None = None
-    ) -> Tensor:
-        """A token per row of logits as they are: [draws] int64."""
         if draws.settings is None:
             settings = self._greedy_settings(len(draws.draws))
         else:

@@ -1,4 +1,8 @@
-"""Which steps have everything compiled that a later one needs: one for each variant of a kernel."""
+"""Steps that a runner runs before it serves.
+
+Two that show that it can, a prefill and a decode step; and those that have everything compiled that
+a later one needs, one for each variant of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -160,3 +164,41 @@ class _Steps:
 def _divided(rows: int, most: int) -> list[int]:
     whole, rest = divmod(rows, most)
     return [most] * whole + [rest] * (rest > 0)
+
+
+class WarmUp(NamedTuple):
+    """Plans to launch one after the other, over pages of their own."""
+
+    plans: tuple[StepPlan, StepPlan]
+    num_pages: int
+
+
+def warm_up_length(config: EngineConfig, context_length: int) -> int:
+    """Tokens of each sequence's prompt."""
+    length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
+    return max(1, min(length, config.max_step_tokens // config.groups))
+
+
+def warm_up_steps(
+    config: EngineConfig, context_length: int, width: int, length: int | None = None
+) -> WarmUp:
+    """For a sequence, or one in each group that has sequences of its own. width: most tokens of a
+    decode work; length: tokens of each prompt.
+    """
+    size = config.page_size
+    length = warm_up_length(config, context_length) if length is None else length
+    verified, drafts = min(width, context_length - length), width - 1
+    pages = list(range(-(-min(length + verified + drafts, context_length) // size)))
+    prompt, init = [0] * length, list[RowInit]()
+    prefill, decode = StepPlan(step=-2, works=[], init=init), StepPlan(step=-1, works=[])
+    prefill.drafts = decode.drafts = drafts
+    for group in range(config.groups):
+        init.append(RowInit(row=group, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
+        for plan, start, count, tokens in (
+            (prefill, 0, length, prompt),
+            (decode, length, verified, None),
+        ):
+            work = Work(rid="", row=group, group=group, start=start, length=count, pages=pages)
+            work.tokens, work.logprobs = tokens, 1  # whose kernel is to be warm, too
+            plan.works.append(work)
+    return WarmUp((prefill, decode), len(pages))
