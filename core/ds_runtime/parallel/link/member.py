@@ -65,6 +65,13 @@ class Member:
         this one does not fit, or rank 0 has another secret, and EngineDeadError where it says
         nothing, or is gone.
         """
+        try:
+            return self._greet(own, timeout)
+        except (ConfigError, EngineDeadError) as e:
+            self._why = str(e)  # rank 0 knows, or cannot be told
+            raise
+
+    def _greet(self, own: Hello, timeout: float) -> str:
         now, ended = time.monotonic(), False
         deadline, refused = now + timeout, 0.0
         if not self._end.say(msgspec.msgpack.encode(own)):
@@ -80,7 +87,6 @@ class Member:
                     continue
                 answer = msgspec.msgpack.decode(data, type=Welcome)
                 if answer.refused:
-                    self._why = answer.refused
                     raise ConfigError(answer.refused)
                 self._met = True
                 return answer.meet
