@@ -123,7 +123,10 @@ class Member:
                 finally:
                     self._end.lock.release()
             if self._why or time.monotonic() > deadline:
-                return lost(self._why or self._gone())
+                why = self._why or self._gone()
+                if not self._end.closing.is_set():  # it may have said meanwhile that it leaves
+                    lost(self._why or why)
+                return
 
     def _keep(self) -> None:
         """Read what is there, and hear what is last in it."""
