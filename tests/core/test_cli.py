@@ -600,3 +600,5 @@ def test_several_served_names_are_refused_by_name(capsys):
     code, _, err = run(capsys, "serve", "--model", "demo", "--served-model-name", "a", "b")
     assert code and "b: --model demo is given beside it: name one" in err
     assert "--served-model-name takes one name, here a" in err
+    code, _, err = run(capsys, "serve", "demo", "--served-model-name", "a", "b")
+    assert code and "unknown argument b; --served-model-name takes one name, here a" in err

@@ -50,14 +50,15 @@ def beside_bytes(binding: Binding, dtype: str) -> dict[str, float]:
 
 def saved_bytes(model: ModelConfig, binding: Binding, dtype: str) -> dict[str, float]:
     """Bytes that a decode step of one request reads less for second forms of weights, by op. Of
-    routed experts it reads as many as one token chooses."""
+    routed experts it reads as many as one token chooses, of which each rank has its share."""
     found: dict[str, float] = {}
     for site, kernel, size in _sizes(binding, dtype):
         if share := beside_of(binding, site, kernel):
             read = size
             if site.op == "experts":
-                slots = site.shape[0] - model.experts // binding.base.ranks.get("ep", 1)
-                chosen = model.routing.top_k if model.routing else 0
+                parts = binding.base.ranks.get("ep", 1)
+                slots = site.shape[0] - model.experts // parts
+                chosen = model.routing.top_k / parts if model.routing else 0
                 read *= (chosen + slots) / site.shape[0]
             found[site.op] = found.get(site.op, 0) + (1 - share) * read
     return found

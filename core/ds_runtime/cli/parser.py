@@ -50,6 +50,9 @@ class Parser(argparse.ArgumentParser):
         found, extra = super().parse_known_args(hyphenated(self, given), namespace)
         if extra:
             flag = extra[0].partition("=")[0]
+            if not flag.startswith("-") and "served_model_name" in found:
+                one = f"--served-model-name takes one name, here {found.served_model_name}"
+                self.error(f"unknown argument {flag}; {one}")
             hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""
             what = "flag" if flag.startswith("-") else "argument"
             self.error(f"unknown {what} {flag}{hint}")

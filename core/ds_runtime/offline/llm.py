@@ -235,7 +235,7 @@ class LLM:
         """
         if chat:
             (talk,) = conversations([{"role": "user", "content": prompt}])
-            prompt = self.tokenizer.encode(self._maker.render(talk))
+            _, prompt = self._maker.chat(talk)
         (prompt,) = listed(prompt if isinstance(prompt, str) else [prompt])
         params = replace(params or SamplingParams(), n=1)
         output = self._maker.output(prompt, params)
@@ -261,10 +261,10 @@ class LLM:
         OpenAI's clients write them. `template_kwargs` reach the template. Each choice's `answer`
         tells reasoning, content and calls apart, by the model's own parsers.
         """
-        render = self._maker.render
-        texts = [render(c, tools, template_kwargs) for c in conversations(messages)]
-        outputs = self.generate([self.tokenizer.encode(t) for t in texts], params, lora)
-        for output, text in zip(outputs, texts, strict=True):
+        chat = self._maker.chat
+        prompts = [chat(c, tools, template_kwargs) for c in conversations(messages)]
+        outputs = self.generate([ids for _, ids in prompts], params, lora)
+        for output, (text, _) in zip(outputs, prompts, strict=True):
             output.prompt = text
             for choice in output.outputs:
                 choice.parse(self._maker.parser(text, tools))

@@ -21,6 +21,7 @@ from ds_runtime.text.apart import Text
 from ds_runtime.text.formats.families import find_family
 from ds_runtime.text.formats.template import Message, Template
 from ds_runtime.text.parsers.registry import OutputParser, Parsers
+from ds_runtime.text.spelled import marked
 from ds_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,17 +57,19 @@ class JobMaker:
     def _template(self) -> Template | None:
         return None if self._text is None else self._text.template
 
-    def render(
+    def chat(
         self,
         conversation: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """A conversation through the chat template; ConfigError if there is none."""
+    ) -> tuple[str, list[int]]:
+        """A conversation through the chat template, and its ids; ConfigError if there is none."""
         template = self._template
         if self._text is None or template is None:
             raise ConfigError(f"{self._folder}: has no chat template; pass chat_template=")
-        return template.render(conversation, tools, kwargs=kwargs)
+        given = marked(conversation, tools, kwargs or {}, self.tokenizer.added_texts)
+        text = template.render(given.messages, given.tools, kwargs=given.kwargs)
+        return given.plain(text), self.tokenizer.encode(text, mark=given.mark)
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> OutputParser:
         """A reader of one answer to a rendered `prompt`, by the model's own formats."""

@@ -93,8 +93,8 @@ class Text:
         """End the process, whatever it does. May be called twice; who asks again starts it anew."""
         self._copies.close()
 
-    def _encode(self, text: str, add_special: bool) -> list[int]:
-        data = self._ask("encode", (text, add_special), "tokenizer", None)
+    def _encode(self, text: str, add_special: bool, mark: str) -> list[int]:
+        data = self._ask("encode", (text, add_special, mark), "tokenizer", None)
         return array.array("I", data).tolist()
 
     def render(self, *given: Any) -> str:

@@ -14,9 +14,10 @@ from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.checkpoint.files import LISTS, read_settings, read_text
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
+from ds_runtime.text.spelled import pieces, whole
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
-Split: TypeAlias = Callable[[str, bool], list[int]]
+Split: TypeAlias = Callable[[str, bool, str], list[int]]
 _BATCHED = 4096  # characters from which encoding is worth a batch of its own
 
 
@@ -75,8 +76,9 @@ class Tokenizer:
         settings = read_settings(part_of(root, "tokenizer_config.json"))
         return cls(backend, settings=settings, eos_ids=eos, split=split)
 
-    def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """Ids of `text`. `add_special` puts BOS first where the checkpoint asks for it.
+    def encode(self, text: str, add_special: bool = False, mark: str = "") -> list[int]:
+        """Ids of `text`. `add_special` puts BOS first where the checkpoint asks for it. mark: a
+        character that is left out, and behind which no token begins that only templates write.
 
         Text that begins with BOS already does not get a second one. RequestError when the text
         holds unpaired surrogates.
@@ -87,7 +89,7 @@ class Tokenizer:
             raise RequestError(
                 f"the text holds an unpaired surrogate at character {e.start}: send valid Unicode"
             ) from e
-        ids = self._split(text, add_special)
+        ids = self._split(text, add_special, mark)
         if not add_special or self.bos_id is None:
             return ids
         if ids[:2] == [self.bos_id, self.bos_id]:
@@ -152,8 +154,16 @@ class Tokenizer:
             found["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
         return found
 
-    def split(self, text: str, add_special: bool) -> list[int]:
+    @cached_property
+    def added_texts(self) -> tuple[str, ...]:
+        """The texts that become tokens of their own wherever they stand."""
+        return tuple(t.content for t in self.backend.get_added_tokens_decoder().values())
+
+    def split(self, text: str, add_special: bool, mark: str = "") -> list[int]:
         """Ids of `text`, right as tokenizer.json makes them, in this process."""
+        if mark:
+            assert not add_special, "marks are of rendered text, which begins as it is to"
+            return self._split_marked(whole(text, mark), mark)
         # The library lets other threads run only while it works on a batch.
         ids: list[int]
         if len(text) > _BATCHED:
@@ -161,6 +171,25 @@ class Tokenizer:
         else:
             ids = self.backend.encode(text, add_special_tokens=add_special).ids
         return ids
+
+    def _split_marked(self, text: str, mark: str) -> list[int]:
+        found = self.backend.encode(text, add_special_tokens=False)
+        added = frozenset(self.backend.get_added_tokens_decoder())
+        out: list[int] = []
+        for said, ids in pieces(text, mark, found.ids, found.offsets, added):
+            out += ids if said is None else self._split_text(said)
+        return out
+
+    def _split_text(self, text: str) -> list[int]:
+        """Ids of `text` where no added token is known."""
+        normalizer, cut, model = (
+            self.backend.normalizer,
+            self.backend.pre_tokenizer,
+            self.backend.model,
+        )
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        words = [text] if cut is None else [word for word, _ in cut.pre_tokenize_str(text)]
+        return [token.id for word in words for token in model.tokenize(word)]
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

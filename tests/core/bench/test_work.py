@@ -62,6 +62,35 @@ def test_every_op_has_its_work():
             assert found[0].flops <= found[1].flops, (name, method)
 
 
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("op", ["experts", "experts_limited"])
+def test_tokens_choose_among_the_experts_of_all_ranks(op, ep, shared):
+    """A rank has its share of them, and the others are −1; shared ones are in each row."""
+    dims = {**FACTS.dims, "hidden": 16, "experts": 16, "top_k": 4}
+    here = 16 // ep
+    facts = replace(
+        FACTS, dims=Dims(dims), shape=(here + shared, 8, 16), ranks={**FACTS.ranks, "ep": ep}
+    )
+    place = TrueInputs(
+        facts=facts, layout=LATENT_PAGES, device=CPU, width=8, routing=Routing(4, 16)
+    )
+    inputs = OPS[op].cost.calls["apply"][0]
+    x, weights, many = inputs(place, 2000)[:3]
+    for ids in many:
+        assert x.shape == (2000, 16) and ids.shape == weights.shape == (2000, 4 + shared)
+        assert ids.dtype == torch.int32
+        assert (ids[:, 4:] == here + torch.arange(shared)).all()
+        routed = ids[:, :4]
+        assert routed.min() >= -1 and routed.max() < here
+        for row in routed:
+            own = row[row >= 0]
+            assert len(own.unique()) == len(own)
+        share = (routed >= 0).float().mean().item()
+        assert share == pytest.approx(1 / ep, abs=0.03)
+        assert len(routed.unique()) == here + (ep > 1)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_linear(tokens):
     weight = Maker(FACTS, "w").weight(96, 64)

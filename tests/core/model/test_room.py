@@ -281,7 +281,7 @@ def test_what_second_forms_of_experts_save(folder, tp, ep, more):
     ]
     binding = replace(made.binding, choices=tuple(choices), shares={})
     held = {s.shape[0] for s, _ in choices if s.op == "experts"}.pop()
-    chosen = 8 + held - 256 // ep  # of a token, with slots of shared experts
+    chosen = 8 / ep + held - 256 // ep  # of a token, with slots of shared experts
     whole = beside_bytes(binding, made.config.dtype)["experts"] / 0.75
     saved = saved_bytes(made.model, binding, made.config.dtype)["experts"]
     assert saved == pytest.approx(whole / 4 * chosen / held)

@@ -296,13 +296,15 @@ def _slots(s: Sizes) -> tuple[int, int]:
 
 
 def routed_tokens(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
-    """Distinct experts for each token, all as likely, and the slots of shared ones."""
+    """Distinct experts for each token, all as likely, −1 for those of other ranks, and the slots of
+    shared ones."""
     (count, _, hidden), (shared, top_k) = p.facts.shape, _slots(p)
+    own = torch.arange(count - shared, count).expand(tokens, shared)
 
     def choose() -> Tensor:
-        scores = torch.rand(tokens, count)
-        scores[:, count - shared :] += 1
-        chosen: Tensor = scores.topk(top_k).indices.to(torch.int32).to(p.device)
+        routed = torch.rand(tokens, p.facts.dims["experts"]).topk(top_k - shared).indices
+        routed[routed >= count - shared] = -1
+        chosen: Tensor = torch.cat((routed, own), 1).to(torch.int32).to(p.device)
         return chosen
 
     shares = torch.rand(tokens, top_k, device=p.device)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import FieldPath, RequestError, shown
-from ds_runtime.server.generate.messages import Plain, check_tools, plain_messages
+from ds_runtime.server.generate.messages import check_tools, plain_messages
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.generate.rules import asked_format
 from ds_runtime.server.generate.sampling import check_ids, check_length, check_room
 from ds_runtime.text.formats.dsml_v4 import check_effort
 from ds_runtime.text.formats.template import Template
 from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
+from ds_runtime.text.spelled import Marked, marked
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
@@ -69,24 +70,21 @@ def chat_prompt(
         for name in ("thinking", "enable_thinking"):
             kwargs.setdefault(name, effort != "none")
     check_tools(tools or ())
+    given = marked(messages, tools, kwargs, tokenizer.added_texts)
     if isinstance(request, ChatRequest) and request.continue_final_message:
-        text = _continued(request, template, messages, tools, kwargs)
+        text = _continued(request, template, given)
     else:
         opens = request.add_generation_prompt is not False
-        text = template.render(messages, tools, opens, kwargs)
+        text = template.render(given.messages, given.tools, opens, given.kwargs)
+    said = given.plain(text)
     if ready is not None:
-        check_room(tokenizer, text, ready, "messages", contexts)
-    return Prompt(tokenizer.encode(text), text)
+        check_room(tokenizer, said, ready, "messages", contexts)
+    return Prompt(tokenizer.encode(text, mark=given.mark), said)
 
 
-def _continued(
-    request: ChatRequest,
-    template: Template,
-    messages: list[Plain],
-    tools: Sequence[Mapping[str, Any]] | None,
-    kwargs: Mapping[str, Any],
-) -> str:
+def _continued(request: ChatRequest, template: Template, given: Marked) -> str:
     """A prompt that ends inside the last message: in its text, or in its reasoning."""
+    messages, tools, kwargs = given.messages, given.tools, given.kwargs
     if request.add_generation_prompt:
         raise RequestError.of(
             "continue_final_message",

@@ -1,0 +1,161 @@
+"""What clients spell stays text in chats: no id that only templates write comes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.formats.dsml_v4 import V4Encoding
+from ds_runtime.text.formats.families import V2, V3, V31
+from ds_runtime.text.formats.template import ChatTemplate, built_in
+from ds_runtime.text.spelled import marked
+
+TAGS = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def without(bpe_folder):
+    """The same tokenizer as one that has no added tokens."""
+    raw = json.loads((bpe_folder / "tokenizer.json").read_text())
+    return Backend.from_str(json.dumps({**raw, "added_tokens": []}))
+
+
+@pytest.fixture(scope="module")
+def spellings(bpe):
+    return st.one_of(
+        st.sampled_from(bpe.added_texts),
+        st.sampled_from(
+            ["<", "｜", "think>", "User", " ", "a", "é", "你", "\n", "\ue010", r"\ue011"]
+        ),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=3),
+    )
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def controls(bpe, ids):
+    """The added tokens among them."""
+    added = bpe.backend.get_added_tokens_decoder()
+    return [added[i].content for i in ids if i in added]
+
+
+def of_text(bpe, text):
+    """The ids of a user's text by itself."""
+    found = marked([user(text)], None, {}, bpe.added_texts)
+    said = found.messages[0]["content"]
+    assert found.plain(said) == text
+    return bpe.encode(said, mark=found.mark)
+
+
+def encoded(bpe, template, messages, tools=None):
+    found = marked(messages, tools, {}, bpe.added_texts)
+    text = template.render(found.messages, found.tools)
+    ids = bpe.encode(text, mark=found.mark)
+    assert bpe.decode(ids, skip_special=False) == found.plain(text)
+    return ids
+
+
+ESCAPING = "<｜User｜>{{ messages | tojson(ensure_ascii=True) }}{{ tools | tojson }}"
+TEMPLATES = {
+    "v2": built_in(V2),
+    "v3": built_in(V3),
+    "v31": built_in(V31),
+    "v32": DsmlEncoding(),
+    "v4": V4Encoding(),
+    "escaping": ChatTemplate({"default": ESCAPING}, {}, "a test"),
+}
+EVERY_TEMPLATE = pytest.mark.parametrize("name", TEMPLATES)
+
+
+@given(data=st.data())
+def test_text_is_encoded_as_without_added_tokens(bpe, without, spellings, data):
+    text = "".join(data.draw(st.lists(spellings, max_size=12)))
+    assert of_text(bpe, text) == without.encode(text, add_special_tokens=False).ids
+
+
+def test_text_is_encoded_as_transformers_do_with_split_special_tokens(bpe, bpe_folder):
+    """Where all added tokens are special ones, which is what that option knows."""
+    raw = json.loads((bpe_folder / "tokenizer.json").read_text())
+    for token in raw["added_tokens"]:
+        token["special"] = True
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
+    ends = "<｜end▁of▁sentence｜>"
+    for text in ("a <｜User｜> b", "<think>so</think>", f"{ends}<｜User｜>", "你<think>", "plain"):
+        ids = theirs(text, split_special_tokens=True, add_special_tokens=False)["input_ids"]
+        assert of_text(bpe, text) == ids
+
+
+@EVERY_TEMPLATE
+@given(data=st.data())
+def test_no_client_s_text_makes_a_token_of_the_template(bpe, spellings, name, data):
+    """The tokens of the template are those of the same chat about nothing."""
+    escapes = data.draw(st.booleans())
+    texts = st.lists(spellings, min_size=1, max_size=5).map(lambda some: f"x{''.join(some)}x")
+
+    def drawn(own=False):
+        text = data.draw(texts)
+        for tag in TAGS if own else ():  # which what a model says may have
+            text = text.replace(tag, "y")
+        return text
+
+    def chat(draw):
+        function = {"name": "f", "description": draw(), "parameters": {"properties": {draw(): {}}}}
+        call = {"name": "f", "arguments": json.dumps({draw(): draw()}, ensure_ascii=escapes)}
+        messages = [
+            {"role": "system", "content": draw()},
+            user(draw()),
+            {
+                "role": "assistant",
+                "content": draw(True),
+                "reasoning_content": "so",
+                "tool_calls": [{"id": "1", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": draw()},
+            {"role": "assistant", "content": draw(True), "reasoning_content": "so"},
+            user(draw()),
+        ]
+        tools = [{"type": "function", "function": function}]
+        if name == "v2":  # knows no tools
+            messages, tools = [messages[n] for n in (0, 1, 4, 5)], None
+        return controls(bpe, encoded(bpe, TEMPLATES[name], messages, tools))
+
+    assert chat(drawn) == chat(lambda own=False: "x")
+
+
+@EVERY_TEMPLATE
+def test_ordinary_text_is_encoded_as_ever(bpe, name):
+    messages = [user("x"), {"role": "assistant", "content": "a < b｜c"}, user("你 > é")]
+    text = TEMPLATES[name].render(messages)
+    assert encoded(bpe, TEMPLATES[name], messages) == bpe.backend.encode(text).ids
+    found = marked(messages, None, {}, bpe.added_texts)
+    assert found.mark == "" and found.messages == messages
+
+
+def test_what_a_model_said_keeps_its_tags(bpe):
+    said = {"role": "assistant", "content": "<think>hm</think>yes <｜User｜>"}
+    found = marked([user("x"), said], None, {}, bpe.added_texts)
+    assert found.messages[1]["content"] == f"<think>hm</think>yes {found.mark}<｜User｜>"
+    asked = marked([user("<think>")], None, {}, bpe.added_texts)
+    assert asked.messages == [user(f"{asked.mark}<think>")] and asked.mark
+
+
+def test_a_mark_is_a_character_that_nobody_sent(bpe):
+    text = "<think>" + "".join(map(chr, range(0xE010, 0xE020))) + r"\ue020"
+    assert marked([user(text)], None, {}, bpe.added_texts).mark == "\ue021"
+
+
+def test_escapes_in_arguments_are_read_first(bpe):
+    raw = json.dumps({"a": "<think>"}).replace("<", r"\u003c")
+    call = {"type": "function", "function": {"name": "f", "arguments": raw}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert "<think>" not in controls(bpe, encoded(bpe, DsmlEncoding(), [user("x"), said]))
+    found = marked([user(f"{raw}<think>")], None, {}, bpe.added_texts)  # nobody reads that
+    assert found.messages == [user(f"{raw}{found.mark}<think>")]
