@@ -24,12 +24,12 @@ _GROUP = 128  # values that have a scale
 def takes_codes(assembly: Assembly) -> bool:
     """Whether rows go to experts of other ranks as FP8 codes: every kernel of these takes them."""
     chosen, shares = assembly.binding.choices, assembly.binding.shares
-    kernels = list[Kernel | None]()
+    kernels = list[Kernel]()
     for site, kernel in chosen:
-        if site.op == "experts":
+        if kernel is not None and kernel.op.absent:
             both = shares.get((site.op, site.layer, site.module))
             kernels += (kernel,) if both is None else both.kernels
-    return bool(kernels) and all(k is not None and k.takes_codes for k in kernels)
+    return bool(kernels) and all(kernel.takes_codes for kernel in kernels)
 
 
 @dataclass(frozen=True, slots=True)

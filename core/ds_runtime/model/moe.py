@@ -70,8 +70,8 @@ class MoeMlp:
         self.experts = load.experts(node)
         self.slots = load.expert_slots(node)
         self.counts = None if load.counts is None else load.counts.of(node.layer)
-        crosses = self.slots is not None and load.exchange.groups > 1
-        self.coded = crosses and load.agree_on_codes(self.experts)
+        brings = self.slots is not None and load.exchange.brings
+        self.coded = brings and load.agree_on_codes(self.experts)
         slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         limit = None if config.hybrid is None else config.hybrid.limit

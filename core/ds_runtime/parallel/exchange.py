@@ -94,6 +94,7 @@ class RowExchange(ABC):
 
     group = 0
     groups = 1
+    brings = False  # whether rows that enter come from other ranks, too
 
     def enter(self, x: Tensor, order: Order) -> Tensor:
         """This group's rows [T, …] → those of all groups [all, …], without any that fill up."""
@@ -218,6 +219,8 @@ class Sum(RowExchange):
 
 class GatherScatter(RowExchange):
     """Every group has the rows of its own sequences."""
+
+    brings = True
 
     def __init__(self, groups: Communicator, inside: Communicator) -> None:
         """groups: of one rank of each group; inside: of the ranks of this one. Together they reach
