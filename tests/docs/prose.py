@@ -32,8 +32,9 @@ def blocks(page: str) -> list[str]:
     text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]+`", "CODE", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(#+ .*)$", r"\n\1\n", text, flags=re.MULTILINE)
     found = []
-    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.)\s)|\n(?=#)", text):
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.)\s)", text):
         if part.lstrip().startswith("|"):
             cells = (c for line in part.splitlines() for c in line.strip().strip("|").split("|"))
             found += [c.strip() for c in cells if not re.fullmatch(r"[\s:-]*", c)]
