@@ -256,8 +256,10 @@ PARTS = {
     "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
 }
 V4 = {
-    "text, `--tp`, `--ep`, DP attention": "*ran on* CPUs, *unrun* on other devices",
-    "drafts, adapters, `--quantize`, `--batch-invariant`": "refused, with a sentence",
+    "text, `--tp`, `--ep`, `--quantize`, DP attention": "*ran on* CPUs, *unrun* on other devices",
+    "[prefix hits](cache-groups.md) where prompts part, `convert`": "*ran on* CPUs, *unrun* on "
+    "other devices",
+    "drafts, adapters, `--disable-mla`, `--batch-invariant`": "refused, with a sentence",
 }
 
 
