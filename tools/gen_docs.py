@@ -264,8 +264,10 @@ PARTS = {
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
 V4 = {
-    "text, `--tp`, `--ep`, DP attention": "*ran on* CPUs, *unrun* on other devices",
-    "drafts, adapters, `--quantize`, `--batch-invariant`": "refused, with a sentence",
+    "text, `--tp`, `--ep`, `--quantize`, DP attention": "*ran on* CPUs, *unrun* on other devices",
+    "[prefix hits](cache-groups.md) where prompts part, `convert`": "*ran on* CPUs, *unrun* on "
+    "other devices",
+    "drafts, adapters, `--disable-mla`, `--batch-invariant`": "refused, with a sentence",
 }
 
 

@@ -81,7 +81,7 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("sessions", [1, 3], ids=["one by one", "at once"])
 def test_agents_of_twenty_turns_find_what_their_trace_allows(tiny, capsys, sessions):
-    """97 % of the tokens at least that unlimited memory could serve, by ids that the server says."""
+    """97 % at least of the tokens that unlimited memory could serve, by ids that come back."""
     with serving(tiny, "--threads", "1") as server:
         flags = ["--base-url", server.wait_url(), "--dataset-name", "agent", "--num-prompts", "3"]
         flags += [word for name, value in TRACE.items() for word in (f"--{name}", str(value))]

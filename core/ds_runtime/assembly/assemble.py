@@ -266,8 +266,6 @@ def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
         "max_loras": bool(config.max_loras),
         "disable_mla": config.disable_mla,
         "batch_invariant": config.batch_invariant,
-        "quantize": config.quantize != "none",
-        "ep": config.expert_parts > 1,
     }
     for name, given in refused.items():
         if given:

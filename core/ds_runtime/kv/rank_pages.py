@@ -104,8 +104,8 @@ class Pages:
         return found
 
     def _announce(self, request: Holder) -> None:
-        """Others need not compute what it will share of its prompt. Up to where it leaves a snapshot
-        for them it takes the place of whoever does not.
+        """Others need not compute what it will share of its prompt. Up to where it leaves a
+        snapshot for them it takes the place of whoever does not.
         """
         own = max(request.branches, default=0) // self.page_size
         for index in range(request.num_shared, self._last(request)):

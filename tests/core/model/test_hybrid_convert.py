@@ -58,6 +58,19 @@ def test_every_format_has_native_names(sources, tmp_path, source, to):
     assert all(native_name(name) == name for name in names)
 
 
+@pytest.mark.parametrize(("quantize", "to"), [("int8", "int8")])
+def test_weights_that_are_quantised_as_they_are_loaded(sources, tmp_path, quantize, to):
+    """Answer with the bits of a checkpoint that was converted."""
+    folder, oracle = sources
+    convert(folder / "transformers", to, tmp_path / "out")
+    found = []
+    for source, more in ((folder / "transformers", {"quantize": quantize}), (tmp_path / "out", {})):
+        with LLM(source, **SETTINGS, **more) as llm:
+            outputs = llm.generate([oracle.prompt(n, n) for n in (7, 140)], SCORED)
+            found.append([x.logprob for o in outputs for x in o.prompt_logprobs[1:]])
+    assert found[0] == found[1]
+
+
 def test_native_fp8_leaves_native_weights_as_they_are(sources, tmp_path):
     folder, oracle = sources
     report = convert(folder / "native", "fp8", tmp_path / "out")
