@@ -45,11 +45,9 @@ class OpByOp:
         order = parts.exchange.order(works, sent)
         added = parts.inputs.add(parts.exchange.own(works), sent, trees=parts.trees)
         sent.send()
-        batch = added.batch(sent, parts.states)
-        batch.order = order()
+        batch = parts.batch(added, sent, order())
         drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
         read_last_tokens(batch, parts.last_tokens, drawn)
-        parts.prepare(batch)
         found = self._forward(batch, prompts, speculates)
         hidden = found  # [logit rows, hidden]
         if speculates:
@@ -116,10 +114,7 @@ class OpByOp:
         order = parts.exchange.order(cut, sent)
         added = parts.inputs.add(parts.exchange.own(cut), sent)
         sent.send()
-        batch = added.batch(sent, parts.states)
-        batch.order = order()
-        parts.prepare(batch)
-        return batch, sent[takes], own, sent
+        return parts.batch(added, sent, order()), sent[takes], own, sent
 
     def _forward(self, batch: Batch, prompts: bool, every: bool) -> Tensor:
         """As of the model."""

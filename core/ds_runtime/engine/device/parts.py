@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Branch, Claims, Trees, fronts, moves, settle
-from ds_runtime.engine.step.inputs import Frame, StepInputs
+from ds_runtime.engine.step.inputs import Added, Frame, StepInputs
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Draws, Sampler
 from ds_runtime.engine.step.transfer import PageTable, Upload
 from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, Limits
+from ds_runtime.ops.batch import Batch, Limits, RowOrder
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.exchange import Pick, RowExchange
 
@@ -92,6 +92,16 @@ class Parts:
             if keys is None or key in keys
         }
         return Frame(size, queries, self.tables[size], states, adapts)
+
+    def batch(self, added: Added, sent: Upload, order: RowOrder | None) -> Batch:
+        """A step whose arrays were sent, with its kernels told; in front of a replay only those
+        that do not prepare within it.
+        """
+        frame = added.frame
+        batch = added.batch(sent, self.states if frame is None else frame.states)
+        batch.order = order
+        self.prepare(batch, inside=None if frame is None else False)
+        return batch
 
     def prepare(
         self, batch: Batch, keys: Container[str] | None = None, inside: bool | None = None

@@ -22,9 +22,9 @@ from ds_runtime.common.progress import Progress
 from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes, verifying_sizes
 from ds_runtime.engine.capture.prefill import PrefillGraphs
 from ds_runtime.engine.capture.recorder import Checking, Recorder
-from ds_runtime.engine.device.captured import Captured, decode_step
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts, Results
+from ds_runtime.engine.device.replayed import Replayed, decode_step
 from ds_runtime.engine.speculate.chain import Chain, Drafts
 from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
@@ -58,7 +58,7 @@ class Programs:
         self.sizes: tuple[int, ...] = ()
         self.left_out: tuple[int, ...] = ()
         self.prefill_sizes: tuple[int, ...] = ()
-        self.captured: dict[tuple[int, int], Captured] = {}
+        self.captured: dict[tuple[int, int], Replayed] = {}
         self.drafting: dict[tuple[int, int], Drafts] = {}
         self._queries: list[int] = []
         self.serves = False
@@ -95,9 +95,9 @@ class Programs:
             for count in self._queries:
                 drafting = {n: made for (s, n), made in self.drafting.items() if s == size}
                 given = parts, self._results, size, count, masked and alone, drafting
-                self.captured[size, count] = Captured(*given)
+                self.captured[size, count] = Replayed(*given)
 
-    def select(self, plan: StepPlan) -> Captured | OpByOp:
+    def select(self, plan: StepPlan) -> Replayed | OpByOp:
         """The program of a step. Op by op if it holds prompts, more sequences than any size, or
         drafts that nothing captured makes. Where ranks have sequences of their own, all replay what
         the one with the most needs.

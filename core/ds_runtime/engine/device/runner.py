@@ -21,11 +21,11 @@ from ds_runtime.common.progress import Progress
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.recorder import rehearsing
 from ds_runtime.engine.device import first_steps
-from ds_runtime.engine.device.captured import Captured
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs
+from ds_runtime.engine.device.replayed import Replayed
 from ds_runtime.engine.speculate.acceptance import Trees
 from ds_runtime.engine.speculate.chain import Rest
 from ds_runtime.engine.step.inputs import StepInputs
@@ -243,13 +243,13 @@ class Runner:
         self.copy(plan)
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
-        if isinstance(program, Captured) and self.caches.arriving is not None:
+        if isinstance(program, Replayed) and self.caches.arriving is not None:
             self.caches.arriving.wait()  # a replay asks for no layer
         rest = program.run(handle)
         if self.below is not None:
             self.below.end()
         if rest is not None:
-            if self.rank == 0 and isinstance(program, Captured):
+            if self.rank == 0 and isinstance(program, Replayed):
                 self._unfinished = handle, rest
                 return handle
             rest()  # another rank has nothing else to do, and rank 0 may wait for it

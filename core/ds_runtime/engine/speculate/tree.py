@@ -26,7 +26,7 @@ from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.speculate.acceptance import Branch, Drafted, came_from, moves, seen_by
 from ds_runtime.engine.speculate.chain import Drafts, Kept
 from ds_runtime.engine.speculate.follow import follow
-from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
+from ds_runtime.engine.step.inputs import DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.base import Moves
@@ -195,7 +195,7 @@ class Branches:
         parts, results, sent = self._parts, self._results, Upload(self._parts.device)
         added = parts.inputs.add((), sent, self._frame)
         sent.send(self._buffer)
-        batch = self._prepared(sent, added)
+        batch = parts.batch(added, sent, parts.exchange.even(self._frame.rows))
         assert batch.decode is not None and parts.draft is not None
         keys = parts.draft.state_keys(batch.decode)
         self._trees, self._moves_first = trees, recorder.after > 0
@@ -209,12 +209,6 @@ class Branches:
             follow(parts, batch, hidden, self._ids, self._last, tail, True, results)
 
         self._run = recorder.record(run, what)
-
-    def _prepared(self, sent: Upload, added: Added) -> Batch:
-        batch = added.batch(sent, self._frame.states)
-        batch.order = self._parts.exchange.even(self._frame.rows)
-        self._parts.prepare(batch, inside=False)
-        return batch
 
     def run(
         self,
@@ -248,7 +242,7 @@ class Branches:
         self._moves.sources[count:] = -1
         if self._moves_first:
             parts.model.move(parts.caches, self._trees, self._moves)
-        self._prepared(sent, added)
+        parts.batch(added, sent, parts.exchange.even(self._frame.rows))
         self._run()
 
 

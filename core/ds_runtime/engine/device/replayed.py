@@ -22,7 +22,6 @@ from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import Handle, finite_rows
 from ds_runtime.engine.step.transfer import Buffer, Upload
-from ds_runtime.ops.batch import Batch
 from ds_runtime.parallel.exchange import Pending
 from ds_runtime.parallel.row_order import Placed
 
@@ -32,7 +31,7 @@ def decode_step(size: int) -> str:
     return f"a decode step of {size} requests"
 
 
-class Captured:
+class Replayed:
     """One size. drafting: what makes so many drafts of such steps, by their number."""
 
     def __init__(
@@ -67,20 +66,12 @@ class Captured:
         order = exchange.captured(works, self.size, self.queries, parts.adapts, upload)
         return parts.inputs.add(exchange.own(works), upload, self._frame, self._trees), order
 
-    def _prepared(self, sent: Upload, added: tuple[Added, Pending]) -> Batch:
-        """The step's batch, over places that never move, with the states of its kernels."""
-        inputs, order = added
-        batch = inputs.batch(sent, self._frame.states)
-        batch.order = order()
-        self._parts.prepare(batch, inside=False)
-        return batch
-
     def capture(self, recorder: Recorder) -> None:
         """Run a step of dummies alone, then record it."""
         parts, sent = self._parts, Upload(self._parts.device)
-        added = self._add((), sent)
+        added, order = self._add((), sent)
         sent.send(self._buffer)
-        batch = self._prepared(sent, added)
+        batch = parts.batch(added, sent, order())
         places, what = batch.input_ids, decode_step(self.size)
         assert batch.decode is not None
         keys = parts.model.state_keys(batch.decode)
@@ -112,7 +103,7 @@ class Captured:
         """
         assert self.replay is not None, "replayed before it was captured"
         parts, works, sent = self._parts, handle.plan.works, Upload(self._parts.device)
-        added = self._add(works, sent)
+        added, order = self._add(works, sent)
         at = Placed(works, parts.exchange.sequences(works, self.size), self.queries)
         if self.verdict is None:
             handle.sort(parts.sampler)
@@ -120,7 +111,7 @@ class Captured:
             draws = parts.sampler.prepare(handle.wanted.draws, sent, self.masked, places)
             number = None if at.whole else sent.add(at.rows)
         sent.send(self._buffer)
-        self._prepared(sent, added)
+        parts.batch(added, sent, order())
         self.replay()
         if self.verdict is not None:
             return self._verified(self.verdict, handle, at)
