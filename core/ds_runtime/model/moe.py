@@ -122,7 +122,7 @@ class MoeMlp:
         where these would be made of them anyway. slots: as Loader.expert_slots."""
         exchange, order = self.exchange, batch.order
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
-        weights, ids = self._chosen(x)
+        weights, ids = self._chosen(x, batch.input_ids)
         self._count(ids, batch)
         words, own, codes = [weights, ids], x, None
         if self.coded:

@@ -121,16 +121,12 @@ class Runner:
         self.pace: BringPace | None = None  # of what lies below the device
         if self.config.enable_hierarchical_cache:
             host = HostRoom.of(self.config, self.memory)
-            if not self.platform.own_memory:
-                host.check(self.config, self.memory)
+            host.check(self.config, self.memory, self.platform.own_memory)
             try:
                 copies = self.platform.page_copies(local_rank)
                 self.below = HostCopies(self.caches, host.pages, host.states, copies)
             except (RuntimeError, MemoryError) as e:
-                raise ConfigError(
-                    f"--enable-hierarchical-cache: no host memory for {host.pages} pages and "
-                    f"{host.states} states: lower --hicache-ratio or --hicache-size: {e}"
-                ) from e
+                raise host.refused(e) from e
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
             assembly, self.parts, world.size, local_rank, captures, self.checking

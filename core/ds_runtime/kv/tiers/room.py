@@ -35,11 +35,20 @@ class HostRoom(NamedTuple):
             )
         return made
 
-    def check(self, config: EngineConfig, memory: KvMemory) -> None:
-        """Where caches and slots are of one memory: raises ConfigError for more than there is."""
+    def refused(self, why: Exception) -> ConfigError:
+        """The error where the platform cannot allocate the slots. why: what it raised."""
+        return ConfigError(
+            f"--enable-hierarchical-cache: no host memory for {self.pages} pages and "
+            f"{self.states} states: lower --hicache-ratio or --hicache-size: {why}"
+        )
+
+    def check(self, config: EngineConfig, memory: KvMemory, apart: bool) -> None:
+        """Raises ConfigError for more than there is. apart: the device has memory of its own, of
+        which `memory` tells; then nothing is known of the host's.
+        """
         needed = self.pages * memory.sizes.page + self.states * memory.sizes.state
         left = max(0, memory.free - memory.total)
-        if needed <= left:
+        if apart or needed <= left:
             return
         size, ratio = config.hicache_size, config.hicache_ratio
         flag = f"--hicache-size {size}" if size else f"--hicache-ratio {ratio:g}"
