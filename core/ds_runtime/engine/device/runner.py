@@ -32,7 +32,7 @@ from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
-from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, KernelError
+from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate, copy_states, with_pages
 from ds_runtime.kv.tiers.copies import HostCopies
