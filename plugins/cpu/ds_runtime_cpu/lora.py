@@ -93,7 +93,7 @@ def _add_ordered(y: Tensor, x: Tensor, down: Tensor, up: Tensor) -> None:
     ]
     for g in range(y.shape[1]):
         more = router_logits(parts[g % len(parts)], up[g % len(up)].float().t())
-        y[:, g] = y[:, g].float() + more  # rounded once
+        y[:, g].add_(more)  # in float32, rounded once
 
 
 def _whole(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
