@@ -16,7 +16,7 @@ def main(model: str = "demo") -> None:
         chats = [[{"role": "user", "content": f"What is {a} + {a + 1}?"}] for a in (11, 42)]
         for output in llm.chat(chats, SamplingParams(max_tokens=96)):
             print(output.text, output.finish_reason)
-        for piece in llm.stream("12+30=", SamplingParams(max_tokens=16)):
+        for piece in llm.stream("12+30=", SamplingParams(max_tokens=96), chat=True):
             print(piece, end="", flush=True)
         print()
 

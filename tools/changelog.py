@@ -60,8 +60,18 @@ def release(root: Path, version: str) -> None:
     text = page.read_text(encoding="utf-8")
     if re.search(rf"^## {re.escape(version)}$", text, re.MULTILINE):
         raise ValueError(f"CHANGELOG.md has a section {version}: choose the next version")
-    head, _, rest = text.partition("\n\n")
-    page.write_text(f"{head}\n\n{section(version, found)}\n{rest}", encoding="utf-8")
+    added = section(version, found)
+    if under_way := re.search(r"^## (.*) \(unreleased\)$", text, re.MULTILINE):
+        if under_way[1] != version:
+            raise ValueError(f"CHANGELOG.md has {under_way[1]} (unreleased): release that first")
+        text = text.replace(under_way[0], f"## {version}")
+        end = text.find("\n## ", under_way.start())
+        head, rest = (text, "") if end < 0 else (text[:end], text[end:])
+        lists = added.partition("\n\n")[2]
+        page.write_text(f"{head.rstrip()}\n\n{lists}{rest}", encoding="utf-8")
+    else:
+        head, _, rest = text.partition("\n\n")
+        page.write_text(f"{head}\n\n{added}\n{rest}", encoding="utf-8")
     for paths in found.values():
         for path in paths:
             path.unlink()

@@ -1,6 +1,6 @@
 """Make the demo's sibling of the DeepSeek-V4 architecture, out of the demo, and train it on.
 
-    python tools/demo_v4.py --data DIR --out core/ds_runtime/demo_v4 [--minutes N]
+    python tools/demo_v4.py --data DIR --out OUT [--device cuda --minutes N]
 
 The sibling begins as the demo's weights in V4's forms, and learns the demo's predictions. DIR as in
 train_demo.py. docs/demo.md describes the result.

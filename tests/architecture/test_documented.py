@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_runtime.ops import contracts, table
-from ds_runtime.ops.contract import DeviceInfo, load_attr
+from ds_runtime.ops.contract import FP4_KEYS, DeviceInfo, load_attr
 from ds_runtime.ops.declare import Area, Op
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.table import OPS, Ops
@@ -72,7 +72,7 @@ def test_an_op_states_its_contract(op: Op) -> None:
     assert len(inspect.getdoc(protocol) or "") > 60, "the docstring is the contract"
     assert op.summary
     assert {"float32", "bfloat16", "float16"} <= set(op.tolerance)
-    fours = {row for row in op.tolerance if row.endswith("a4")}  # activations of four bits
+    fours = {row for row in op.tolerance if row.endswith("a4") or row == FP4_KEYS}  # four bits
     assert all(0 <= op.tolerance[r] < (0.3 if r in fours else 0.1) for r in op.tolerance)
     named = dict(methods(protocol))
     assert ("__call__" in named) is (op.kind == "function")

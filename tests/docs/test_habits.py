@@ -60,6 +60,20 @@ def test_a_release_moves_the_fragments(tmp_path: Path) -> None:
     assert [p.name for p in folder.iterdir()] == ["README.md"]
 
 
+def test_a_section_under_way_takes_the_fragments(tmp_path: Path) -> None:
+    folder = tmp_path / "changelog.d"
+    folder.mkdir()
+    page = tmp_path / "CHANGELOG.md"
+    page.write_text("# Changelog\n\n## 0.2.0 (unreleased)\n\n* Here.\n\n## 0.1.0\n\n* Old.\n")
+    (folder / "a.added.md").write_text("A is new.\n")
+    with pytest.raises(ValueError, match=r"0\.2\.0 \(unreleased\)"):
+        changelog.release(tmp_path, "0.3.0")
+    changelog.release(tmp_path, "0.2.0")
+    assert page.read_text() == (
+        "# Changelog\n\n## 0.2.0\n\n* Here.\n\n### Added\n\n* A is new.\n\n## 0.1.0\n\n* Old.\n"
+    )
+
+
 @pytest.mark.parametrize("args", [[], ["--check", "1.0"], ["--chekc"]])
 def test_the_tool_refuses_what_it_does_not_know(args: list[str]) -> None:
     command = [sys.executable, str(ROOT / "tools/changelog.py"), *args]

@@ -18,7 +18,7 @@ from ds_runtime.description.joins import JOINS, SHARED_EXPERTS
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import Verify, model_sites, nextn_sites
 from ds_runtime.description.structure import JOIN, KV_B
-from ds_runtime.description.tree import EXPERTS, HEAD, FormatOf
+from ds_runtime.description.tree import COMPRESSOR, EXPERTS, HEAD, HEADS, FormatOf
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import QuantLoader, Site
 from ds_runtime.ops.table import OPS
@@ -135,12 +135,14 @@ def target_format(quantize: str, module: str, stored: str) -> str:
     """The format that a Linear is packed from, given the checkpoint's own.
 
     The head is rounded to int8 at most: what it gets wrong, nothing after it repairs. kv_b stays
-    as it is: decode multiplies by it from both sides, and it is small.
+    as it is: decode multiplies by it from both sides, and it is small. So do compressors, which
+    native files keep wide.
     """
     name = module.rpartition(".")[2]
-    if quantize == "none" or stored not in _FROM or name == KV_B:
+    wide = name == KV_B or COMPRESSOR in module.split(".")
+    if quantize == "none" or stored not in _FROM or wide:
         return stored
-    return "int8_channel" if name == HEAD else _FORMATS[quantize]
+    return "int8_channel" if name in HEADS else _FORMATS[quantize]
 
 
 def with_target(quantize: str, format_of: Callable[[str], str]) -> Callable[[str], str]:

@@ -21,11 +21,13 @@ def add_flags(
     config: type[Any],
     only: Iterable[str] = (),
     spaces: bool = False,
+    hidden: bool = False,
 ) -> None:
     """One flag per field of the dataclass `config` (or `only` some), in the fields' help groups.
 
     Flags carry no default, so that the namespace holds exactly what the user set. spaces: lists
-    take spaces beside commas, where no argument without a flag may follow.
+    take spaces beside commas, where no argument without a flag may follow. hidden: help leaves
+    them out.
     """
     hints, wanted = get_type_hints(config), frozenset(only)
     group: Any = parser
@@ -39,7 +41,8 @@ def add_flags(
         flag, options = flag_of(f.name), _options(f, hints[f.name])
         if spaces and options.get("action") is _Extend:
             options["nargs"] = "+"
-        made = group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)
+        said = argparse.SUPPRESS if hidden else _help(f)
+        made = group.add_argument(flag, default=argparse.SUPPRESS, help=said, **options)
         made.setting = True  # `cli/help.py` shows the common ones
 
 

@@ -35,6 +35,7 @@ COMMON = {  # by the name of a setting: what `--help` says of it, in one line
     "tool_call_parser": "who reads tool calls (default: auto)",
     "log_level": "debug, info, warning or error (default: info)",
 }
+_FLAGS = argparse.Action(["--FLAG"], "flags", metavar="…")
 INDENT = 28  # columns before the help of a flag
 
 
@@ -68,7 +69,7 @@ def short(parser: argparse.ArgumentParser, whole: str) -> str:
     formatter = argparse.HelpFormatter(parser.prog, max_help_position=INDENT)
     width = formatter._width - INDENT
     needed = [a for a in parser._actions if a.required or not a.option_strings]
-    formatter.add_usage(None, [parser._actions[0], *needed], [])
+    formatter.add_usage(None, [parser._actions[0], _FLAGS, *needed], [])
     formatter.add_text(re.split(r"(?<=\.) ", parser.description or "")[0])
     left: dict[str, int] = {}
     for group in parser._action_groups:
@@ -92,7 +93,8 @@ def _shown(group: argparse._ArgumentGroup, width: int) -> Iterator[argparse.Acti
             continue
         brief = copy.copy(action)
         if action.option_strings:
-            brief.option_strings = [next(o for o in action.option_strings if o[:2] == "--")]
+            long = [o for o in action.option_strings if o[:2] == "--"]
+            brief.option_strings = [*long, *action.option_strings][:1]  # a plugin's may be short
         if setting:
             brief.metavar = "X" if action.choices else action.metavar
             brief.nargs = None if action.nargs == "+" else action.nargs

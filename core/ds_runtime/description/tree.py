@@ -25,6 +25,7 @@ Kind = Literal[
 Over: TypeAlias = Literal["heads", "width", "expert", "shared", "vocab"]  # see Axis
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
+HEADS = (HEAD, "head")  # the second: DeepSeek-V4's native name
 ATTENTION, MLP = "self_attn", "mlp"
 INDEXER = f"{ATTENTION}.indexer"
 EXPERTS = f"{MLP}.experts"

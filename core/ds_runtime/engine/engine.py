@@ -219,7 +219,7 @@ class Engine:
             if self.disk is not None and not self.scheduler.has_work:
                 self._rest(self.disk)
         self._step_seconds += time.perf_counter() - start
-        if stepped:
+        if stepped and self._observers.seen:
             self._observers.tell(self.stats, messages)
         return messages
 

@@ -19,7 +19,7 @@ class Observers:
     def __init__(self, assembly: Assembly) -> None:
         asked = assembly.plugins.implementing("ds_observer")
         found = assembly.plugins.call("ds_observer", config=assembly.config)
-        self._seen = [(name, observer) for name, observer in found if observer is not None]
+        self.seen = [(name, observer) for name, observer in found if observer is not None]
         self._slow = set[tuple[str, str]]()  # told of
         for name in asked:
             if (refusal := assembly.plugins.reports[name].refusal) is not None:
@@ -27,11 +27,9 @@ class Observers:
 
     def tell(self, stats: Callable[[], Stats], messages: list[Tokens | Failed]) -> None:
         """`on_step(stats)` once, then `on_finish(tokens)` for every request that ended."""
-        if not self._seen:
-            return
         now = stats()
         finished = [m for m in messages if isinstance(m, Tokens) and m.finish is not None]
-        for name, observer in list(self._seen):
+        for name, observer in list(self.seen):
             try:
                 self._call(name, observer, "on_step", now)
                 for message in finished:
@@ -40,7 +38,7 @@ class Observers:
                 e.add_note(f"in an observer of plugin {name}")
                 raise
             except BaseException as e:  # one that leaves must not take the engine along
-                self._seen.remove((name, observer))
+                self.seen.remove((name, observer))
                 _drop(name, named(e))
 
     def _call(self, name: str, observer: Any, method: str, argument: Any) -> None:

@@ -81,9 +81,12 @@ class Pages:
             request.fetch = self.below.fetch(known, tokens, self.page_size)
         return not request.fetch.done
 
-    def ahead(self, request: Holder, known: Match | None) -> tuple[int, Holder | None]:
+    def ahead(
+        self, request: Holder, known: Match | None, here: bool = True
+    ) -> tuple[int, Holder | None]:
         """How many pages of its prompt the request need not compute here, and who computes the last
-        of them, if `known`, what is cached, has it not.
+        of them, if `known`, what is cached, has it not. here: it is to run on this group, so that
+        snapshots are due where prompts part.
         """
         size, count = self.page_size, known.num_pages if known else 0
         found: tuple[int, Holder | None] = count, None
@@ -98,9 +101,12 @@ class Pages:
                 found = count, by
         kept = self.snapshots
         if kept is not None and kept.pool.num_pages and last is not None and count > found[0]:
-            if kept.branch(last, count * size):
+            if kept.may_branch(last, count * size):
+                if here:
+                    kept.branch(last, count * size)
                 return count, last
-            request.branches.add(count * size)  # that one is past it: the next will go on from here
+            if here:  # that one is past it: the next will go on from here
+                request.branches.add(count * size)
         return found
 
     def _announce(self, request: Holder) -> None:

@@ -198,10 +198,15 @@ class Snapshots:
         """Another prompt leaves this one there, which has yet to be computed up to it: a snapshot
         is due there. False where it is past it.
         """
-        if request.on_device or request.num_computed >= at:
+        if not self.may_branch(request, at):
             return False
         request.branches.add(at)
         return True
+
+    @staticmethod
+    def may_branch(request: Holder, at: int) -> bool:
+        """Whether a request has yet to be computed up to there."""
+        return not request.on_device and request.num_computed < at
 
     def publish(self, request: Holder, ended: bool = False) -> None:
         """Its pages are in the prefix cache, and so may be its snapshot: one in the prompt, or the

@@ -218,7 +218,7 @@ class ExpertsLayer:
     def quantized(self, rows: int, x: Tensor) -> Codes | None:
         """x [n, hidden] as codes that stand for it in a call of so many rows, where the kernel
         makes these itself."""
-        make = getattr(self._kernel, "quantize", None)
+        make = None if self._limit else getattr(self._kernel, "quantize", None)
         made = None if make is None else make(rows, x, self.packed)
         return None if made is None else Codes(*made)
 

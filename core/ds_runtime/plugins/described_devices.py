@@ -81,6 +81,8 @@ def describe(plugins: Plugins, wanted: str, without: Iterable[str] = ()) -> Desc
     known = sorted({*found, *(p.info().arch for p in found.values())})
     near = difflib.get_close_matches(wanted.lower(), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    if not near:
+        hint += "; --platform names a platform that is here"
     raise ConfigError(f"--device {wanted!r}: no plugin describes it; {hint}")
 
 

@@ -11,12 +11,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from os.path import commonprefix
 from typing import Any
 
+from ds_runtime.errors import RequestError
 from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
 
 Tree = Any  # of messages, tools and keywords: lists, mappings and text
 _MARKS = range(0xE010, 0xF8FF)  # for private use: no text has all of them
+_ESCAPE = re.compile(r"\\u([0-9a-f]{4})")
 _OWN = (OPEN, CLOSE)  # by which templates tell a model's own reasoning from its answer
 _SAID = ("content", "reasoning_content")
 
@@ -59,7 +64,7 @@ def marked(
     texts = [*_texts((out.messages, out.tools, out.kwargs))]
     if not any(map(every.search, texts)):
         return out
-    mark = next(m for m in map(chr, _MARKS) if not any(m in t or _escaped(m) in t for t in texts))
+    mark = _unused(texts)
     return Marked(
         [_message(message, every, said, mark) for message in messages],
         None if tools is None else _in_tree(out.tools, every, mark),
@@ -68,11 +73,34 @@ def marked(
     )
 
 
+def _unused(texts: Sequence[str]) -> str:
+    """A mark that none of them has, as itself or escaped; RequestError where they have all."""
+    used = set[str]().union(*texts)
+    for text in texts:
+        used.update(chr(int(digits, 16)) for digits in _ESCAPE.findall(text))
+    for mark in map(chr, _MARKS):
+        if mark not in used:
+            return mark
+    raise RequestError(
+        "the messages hold every character from U+E010 to U+F8FE: leave one of them out", "messages"
+    )
+
+
 @lru_cache(16)
 def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Any of them, the longest first; nothing where there is none."""
-    words = sorted(filter(None, tokens), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words)) or "(?!)")
+    return re.compile(_tree(sorted(filter(None, set(tokens)))) or "(?!)")
+
+
+def _tree(words: Sequence[str]) -> str:
+    """A pattern of sorted words in which what they begin with alike is looked at once: placeholders
+    of published tokenizers are 800 of them."""
+    same = commonprefix(words)  # noqa: RUF071, these are no paths
+    rest = [word[len(same) :] for word in words if len(word) > len(same)]
+    if not rest:
+        return re.escape(same)
+    ways = "|".join(_tree([*group]) for _, group in groupby(rest, key=itemgetter(0)))
+    return f"{re.escape(same)}(?:{ways}){'?' if len(rest) < len(words) else ''}"
 
 
 def _texts(tree: Tree, key: Any = None) -> Iterator[str]:

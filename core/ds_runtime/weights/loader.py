@@ -65,7 +65,7 @@ from ds_runtime.weights.quant import PartRequest, Place, Quant
 from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, GroupedLayer, Absorb, MlaInputsLayer, ExpertsLayer)
-_PROBED = 4096  # rows of a call that ranks compare their codes for
+_PROBED = (1, 16, 256, 4096)  # rows of calls that ranks compare their codes for
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
 
@@ -355,12 +355,13 @@ class Loader:
 
     def agree_on_codes(self, experts: ExpertsLayer | AdaptedExperts) -> bool:
         """Whether all ranks make the same codes of rows for the experts of a layer: collective."""
-        made = None
+        said = list[list[list[list[float]]] | None]()
         if isinstance(experts, ExpertsLayer):
             row = torch.linspace(-1, 1, self.config.hidden, device=self.device, dtype=self.dtype)
-            made = experts.quantized(_PROBED, row.unsqueeze(0))
-        said = None if made is None else [t.float().tolist() for t in made]
-        return said is not None and all(one == said for one in self.comm.gather_objects(said))
+            every = (experts.quantized(rows, row.unsqueeze(0)) for rows in _PROBED)
+            said = [None if one is None else [t.float().tolist() for t in one] for one in every]
+        alike = all(one == said for one in self.comm.gather_objects(said))
+        return alike and any(one is not None for one in said)
 
     def expert_slots(self, moe: MoeNode) -> Tensor | None:
         """[experts + shared slots] int32: of each its slot on this rank, −1 where another has it;

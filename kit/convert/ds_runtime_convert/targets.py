@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_runtime.description.structure import JOIN, KV_B
-from ds_runtime.description.tree import HEAD, Stored
+from ds_runtime.description.tree import COMPRESSOR, HEADS, Stored
 from ds_runtime.errors import UnsupportedError
 
-_NEVER = [HEAD, r"re:.*mlp\.gate$", rf"re:.*{JOIN}$", r"re:.*weights_proj$"]
+_NEVER = [
+    *HEADS,
+    r"re:.*mlp\.gate$",
+    rf"re:.*{JOIN}$",
+    r"re:.*weights_proj$",
+    rf"re:.*{COMPRESSOR}\.w(kv|gate)$",
+]
 _KV_B = rf"re:.*{KV_B}$"  # small, and decode multiplies by it from both sides
 
 

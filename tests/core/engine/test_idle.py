@@ -37,7 +37,7 @@ class Idle:
 class NoDesk:
     """Nobody asks for pages. turn: milliseconds between looks whether a peer does."""
 
-    busy, counts = False, {}
+    busy, moves, counts = False, False, {}
 
     def __init__(self) -> None:
         self.turn, self.looks = None, 0

@@ -86,7 +86,8 @@ class Ranks:
             mlp, sent = self.layer(rank), Upload(CPU)
             order = mlp.exchange.order(works, sent)
             sent.send()
-            batch = SimpleNamespace(order=order(), adapters=None, slots=torch.zeros(lengths[rank]))
+            slots = torch.zeros(lengths[rank])
+            batch = SimpleNamespace(order=order(), adapters=None, slots=slots, input_ids=None)
             mlp.coded = coded
             return mlp(rows[rank].clone(), batch)
 

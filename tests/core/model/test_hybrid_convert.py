@@ -58,14 +58,16 @@ def test_every_format_has_native_names(sources, tmp_path, source, to):
     assert all(native_name(name) == name for name in names)
 
 
-@pytest.mark.parametrize(("quantize", "to"), [("int8", "int8")])
+@pytest.mark.parametrize(("quantize", "to"), [("int8", "int8"), ("int4", "w4a16")])
 def test_weights_that_are_quantised_as_they_are_loaded(sources, tmp_path, quantize, to):
-    """Answer with the bits of a checkpoint that was converted."""
+    """Answer with the bits of a checkpoint that was converted, whose head and odd widths are wide
+    in the files and rounded by the flag.
+    """
     folder, oracle = sources
     convert(folder / "transformers", to, tmp_path / "out")
     found = []
-    for source, more in ((folder / "transformers", {"quantize": quantize}), (tmp_path / "out", {})):
-        with LLM(source, **SETTINGS, **more) as llm:
+    for source in (folder / "transformers", tmp_path / "out"):
+        with LLM(source, **SETTINGS, quantize=quantize) as llm:
             outputs = llm.generate([oracle.prompt(n, n) for n in (7, 140)], SCORED)
             found.append([x.logprob for o in outputs for x in o.prompt_logprobs[1:]])
     assert found[0] == found[1]

@@ -17,7 +17,7 @@ from ds_runtime.parallel.link import leader as leader_module
 from ds_runtime.parallel.link.end import is_free, numeric, secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
-from ds_runtime.parallel.link.messages import Cause, Hello, Known
+from ds_runtime.parallel.link.messages import Cause, Hello, Witness
 
 OWN = Hello(0, 3, '{"tp": 3}', "m")
 
@@ -178,7 +178,7 @@ def test_strangers_are_not_heard():
         msgspec.msgpack.encode({"rank": 1}),
         b"GET / HTTP/1.1",
         hello.replace(b"\xa1m", b"\xa1\xff"),  # a text that is none
-        msgspec.msgpack.encode(Cause(Known.SAID, 1, "x"))[:-1],
+        msgspec.msgpack.encode(Cause(Witness.SAID, 1, "x"))[:-1],
         *map(msgspec.msgpack.encode, others_numbers),
         bytes(1 << 25),
     ):

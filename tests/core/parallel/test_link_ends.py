@@ -16,7 +16,7 @@ from ds_runtime.common.patience import WHOLE
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
-from ds_runtime.parallel.link.messages import Cause, Hello, Known, first_of, instead, report
+from ds_runtime.parallel.link.messages import Cause, Hello, Witness, first_of, instead, report
 from examples import examples
 
 MATES = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
@@ -73,7 +73,7 @@ def test_one_that_was_killed_is_told_of_by_another_and_is_first():
         failed = threading.Thread(target=leader.fail, args=("rank 0 failed: closed by peer",))
         failed.start()
         ends[1].close()
-        report(address, None, Cause(Known.SEEN, 2, "engine rank 2 was ended by SIGKILL"))
+        report(address, None, Cause(Witness.SEEN, 2, "engine rank 2 was ended by SIGKILL"))
         said = "engine rank 2 was ended by SIGKILL (on node 2)"
         assert ends[0].fail(1, "rank 1 failed: closed by peer") == said
         failed.join()
@@ -126,13 +126,13 @@ def test_many_causes_are_heard_in_time():
     with three() as (address, _, _, told):
         other = Member(address)
         for _ in range(200):
-            other._end.socket.send(msgspec.msgpack.encode(Cause(Known.SAID, 1, "later")))
-        other._end.socket.send(msgspec.msgpack.encode(Cause(Known.SEEN, 2, "the first")))
+            other._end.socket.send(msgspec.msgpack.encode(Cause(Witness.SAID, 1, "later")))
+        other._end.socket.send(msgspec.msgpack.encode(Cause(Witness.SEEN, 2, "the first")))
         assert told[0].event.wait(WHOLE) and told[0].why == "the first (on node 2)"
         other.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(Known), st.integers(1, 2)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.sampled_from(Witness), st.integers(1, 2)), min_size=1, max_size=6))
 @settings(max_examples=examples(40))
 def test_what_was_seen_is_first_then_what_came_first(said):
     """No clock of another machine has a say."""
@@ -211,7 +211,7 @@ def test_a_failure_before_all_have_met_is_told_with_its_reason():
     leader = Leader(address, OWN, differ, 1)
     with others(address, MATES[0]) as found:
         threading.Timer(
-            0.3, report, (address, None, Cause(Known.SEEN, 2, "rank 2: no device"))
+            0.3, report, (address, None, Cause(Witness.SEEN, 2, "rank 2: no device"))
         ).start()
         with pytest.raises(EngineDeadError, match=r"^rank 2: no device \(on node 2\)"):
             leader.wait("there", 20, lives)

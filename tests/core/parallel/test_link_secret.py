@@ -16,7 +16,7 @@ from ds_runtime.parallel.link import member as member_module
 from ds_runtime.parallel.link.end import secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
-from ds_runtime.parallel.link.messages import Cause, Hello, Known, ask_why, report
+from ds_runtime.parallel.link.messages import Cause, Hello, Witness, ask_why, report
 
 OWN = Hello(0, 2, '{"plan": "of seven layers"}', "m")
 MATE = msgspec.structs.replace(OWN, rank=1)
@@ -99,7 +99,7 @@ def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call)
     elif call == "fail":
         assert stranger.fail(1, "x") == "x"
     elif call == "report":
-        report(address, None, Cause(Known.SEEN, 1, "x"))
+        report(address, None, Cause(Witness.SEEN, 1, "x"))
     elif call == "ask_why":
         assert ask_why(address, None, 0.5) == ""
     stranger.close()

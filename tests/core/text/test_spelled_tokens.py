@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 from hypothesis import given
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from ds_runtime.errors import RequestError
 from ds_runtime.text.formats.dsml import DsmlEncoding
 from ds_runtime.text.formats.dsml_v4 import V4Encoding
 from ds_runtime.text.formats.families import V2, V3, V31
 from ds_runtime.text.formats.template import ChatTemplate, built_in
-from ds_runtime.text.spelled import marked
+from ds_runtime.text.spelled import _pattern, marked
 
 TAGS = ("<think>", "</think>")
 
@@ -159,3 +162,31 @@ def test_escapes_in_arguments_are_read_first(bpe):
     assert "<think>" not in controls(bpe, encoded(bpe, DsmlEncoding(), [user("x"), said]))
     found = marked([user(f"{raw}<think>")], None, {}, bpe.added_texts)  # nobody reads that
     assert found.messages == [user(f"{raw}{found.mark}<think>")]
+
+
+def test_all_marks_in_one_request_are_a_request_error(bpe):
+    text = "<think>" + "".join(map(chr, range(0xE010, 0xF8FF)))
+    with pytest.raises(RequestError, match="U\\+E010"):
+        marked([user(text)], None, {}, bpe.added_texts)
+
+
+def test_many_texts_and_many_marks_end_soon(bpe):
+    text = "<think>" + "".join(map(chr, range(0xE010, 0xF8FE)))
+    begin = time.process_time()
+    found = marked([user(text)], None, {"words": ["a"] * 60_000}, bpe.added_texts)
+    assert found.mark == "\uf8fe" and time.process_time() - begin < 2
+
+
+@given(st.lists(st.text("<|ab>", min_size=1, max_size=4), max_size=8), st.text("<|ab>"))
+def test_the_pattern_finds_what_the_longest_words_first_find(words, text):
+    flat = "|".join(map(re.escape, sorted(set(words), key=len, reverse=True))) or "(?!)"
+    assert [m.span() for m in _pattern(tuple(words)).finditer(text)] == [
+        m.span() for m in re.finditer(flat, text)
+    ]
+
+
+def test_what_only_begins_like_eight_hundred_placeholders_costs_little():
+    words = tuple(f"<｜place▁holder▁no▁{n}｜>" for n in range(800))
+    begin = time.process_time()
+    assert _pattern(words).search("<｜" * 300_000) is None
+    assert time.process_time() - begin < 1

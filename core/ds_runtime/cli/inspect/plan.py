@@ -13,7 +13,7 @@ from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.inspect.fit import check_fit
 from ds_runtime.cli.parser import near
-from ds_runtime.config import EngineConfig
+from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.table import OPS
 
@@ -31,7 +31,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
         "for a device that is not here, and ends with an error if the model does not fit there.",
     )
-    parser.add_argument("action", nargs="?", choices=("show", "lock", "diff"), default="show")
+    parser.add_argument("action", nargs="?", metavar="{show,lock,diff}", default="show")
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
     parser.add_argument(
@@ -51,16 +51,21 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
     add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig, hidden=True)  # of `serve`'s command line: they decide nothing
     add_config_file(parser)
     parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:
     """Show, lock or compare."""
-    expected = {"show": 0, "lock": 1, "diff": 2}[args.action]
-    if len(args.files) != expected:
-        usage = {"show": "plan", "lock": "plan lock FILE", "diff": "plan diff A B"}[args.action]
-        raise ConfigError(f"plan {args.action} {' '.join(args.files)}: write ds-runtime {usage}")
+    usages = {"show": "plan", "lock": "plan lock FILE", "diff": "plan diff A B"}
+    if args.action not in usages:
+        raise ConfigError(
+            f"plan {args.action}: there are show, lock and diff; a model is --model {args.action}"
+        )
+    if len(args.files) != ("show", "lock", "diff").index(args.action):
+        given = " ".join(("plan", args.action, *args.files))
+        raise ConfigError(f"{given}: write ds-runtime {usages[args.action]}")
     if args.action == "diff":
         return _diff(*args.files)
     if args.explain is not None and args.explain not in OPS:

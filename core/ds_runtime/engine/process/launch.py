@@ -34,7 +34,7 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import NAME, SHOW_THREADS, UNGUARDED, rank_main
-from ds_runtime.parallel.link.messages import Cause, Known, instead, report
+from ds_runtime.parallel.link.messages import Cause, Witness, instead, report
 from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line
@@ -231,7 +231,7 @@ class RankGroup:
             return
         for when, rank, _, message in self._left():
             if when == 0.0:  # it could not say so itself
-                report(spec.address, spec.keys, Cause(Known.SEEN, rank, message))
+                report(spec.address, spec.keys, Cause(Witness.SEEN, rank, message))
         deadline = time.monotonic() + 2 * WORD
         while alive and (left := deadline - time.monotonic()) > 0:
             ended = wait(alive, left)

@@ -86,7 +86,7 @@ class EngineLoop:
     def _wait(self) -> None:
         """For a message, and no longer than the desk may; prepare one thing if none comes."""
         turn, quiet = self.desk.turn, int((self._quiet_at - time.monotonic()) * 1000)
-        looks = self.desk.busy or (turn is not None and turn < quiet)
+        looks = self.desk.moves or (turn is not None and turn < quiet)
         if looks or not (self._inbox.poll(max(0, quiet)) or self.engine.prepare()):
             self._inbox.poll(turn)
 

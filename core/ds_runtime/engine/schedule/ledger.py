@@ -86,9 +86,13 @@ class Holdings:
         found = [pages.match(request, reads_cache) for pages in self.groups]
         ahead: list[tuple[int, Holder | None]] = [(0, None)] * len(found)
         if reads_cache:
-            ahead = [p.ahead(request, known) for p, known in zip(self.groups, found, strict=True)]
+            both = zip(self.groups, found, strict=True)
+            ahead = [pages.ahead(request, known, here=False) for pages, known in both]
         groups = sorted(range(len(self.groups)), key=order)
-        request.behind_pages, request.behind = ahead[groups[0]]
+        first = groups[0]
+        if reads_cache:
+            ahead[first] = self.groups[first].ahead(request, found[first])
+        request.behind_pages, request.behind = ahead[first]
         if request.behind is not None:
             return False
         if reads_cache and self.groups[groups[0]].fetch(request, found[groups[0]]):

@@ -28,7 +28,7 @@ Rest = Callable[[], None]
 """What is left of a step once the host knows which drafts were right."""
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """What drafts come behind. works: the sampling ones of a step, each of which keeps the
     positions up to one of `ends`. tail [own sequences, hidden], logits [sequences, vocab]: of the
     draft layer's run over the step; order: of the rows that these works have there. A captured
@@ -66,17 +66,17 @@ class Drafts:
         """Record it over dummies alone, from `results` on."""
         raise NotImplementedError
 
-    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+    def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
         """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and of
         trees likewise the parents.
         """
         raise NotImplementedError
 
-    def _dummies(self, results: Results) -> Kept:
+    def _dummies(self, results: Results) -> KeptTokens:
         """What a recording is made over."""
         exchange = self._parts.exchange
         logits = results.tail_logits[: self.size * exchange.groups]
-        return Kept((), (), results.tail[: self.size], logits, exchange.even(self.size))
+        return KeptTokens((), (), results.tail[: self.size], logits, exchange.even(self.size))
 
     def _places(self, works: Sequence[Work]) -> list[int]:
         """Where each sequence lies among all."""
@@ -124,7 +124,7 @@ class Drafting:
             handle.download()
 
     def rest(self, drafts: Drafts, tail: Tensor, logits: Tensor, order: RowOrder | None) -> Rest:
-        """What is left. tail, logits, order: see Kept."""
+        """What is left. tail, logits, order: see KeptTokens."""
         handle, arriving, tells = self._handle, self._arriving, self._tells
 
         def rest() -> None:
@@ -134,7 +134,7 @@ class Drafting:
                 w.start + w.length - w.draws + right
                 for w, right in zip(works, accepted, strict=True)
             ]
-            handle.drafts = drafts.run(Kept(works, ends, tail, logits, order), tells)
+            handle.drafts = drafts.run(KeptTokens(works, ends, tail, logits, order), tells)
 
         return rest
 
@@ -157,12 +157,12 @@ class Chain(Drafts):
         self._load(self._dummies(results))
         self.replay = recorder.record(self._phase, what)
 
-    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+    def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
         self._load(kept)
         self.replay()
         return [self._told(self._kept[self._rows], kept.works)] if tell else []
 
-    def _load(self, kept: Kept) -> None:
+    def _load(self, kept: KeptTokens) -> None:
         """The batch of each run behind the first draft, and what the draws need. The page table is
         there: the step has verified these works.
         """

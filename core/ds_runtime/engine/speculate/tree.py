@@ -24,7 +24,7 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.recorder import Phase, Recorder, given_up
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.speculate.acceptance import Branch, Drafted, came_from, moves, seen_by
-from ds_runtime.engine.speculate.chain import Drafts, Kept
+from ds_runtime.engine.speculate.chain import Drafts, KeptTokens
 from ds_runtime.engine.speculate.follow import follow
 from ds_runtime.engine.step.inputs import DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
@@ -272,7 +272,7 @@ class Tree(Drafts):
             self._runs[level] = recorder.record(phase, what)
             self._runs[level]()
 
-    def run(self, kept: Kept, tell: bool) -> list[Tensor]:
+    def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
         self._load(kept)
         if any(map(given_up, self._runs)):  # a recording reads what the one before it made
             self._runs = self._phases()
@@ -283,7 +283,7 @@ class Tree(Drafts):
         assert found is not None
         return [self._told(x, kept.works) for x in (found.tokens, found.parents)] if tell else []
 
-    def _load(self, kept: Kept) -> None:
+    def _load(self, kept: KeptTokens) -> None:
         """Rows, each level's batch, and which rows see all there is. The page table is there: the
         step has verified these works.
         """

@@ -133,8 +133,10 @@ class DiskHand:
         self._waiting = [one for one in self._waiting if one not in gone]
         for one in gone:
             one.future.set_result(0)
+        own = self._own(name)
         for kind in kinds:
-            self._writer.submit(self.folder.forget, self._own(name), kind)
+            self.folder.forget(own, kind)  # nobody reads it from now on
+            self._writer.submit(self.folder.forget, own, kind)  # nor what is being written
 
     def poll(self, finish: bool = False) -> None:
         """As Hands."""

@@ -80,10 +80,15 @@ class Desk:
         return bool(self._asked) or (self._handover is not None and self._handover.busy)
 
     @property
+    def moves(self) -> bool:
+        """Whether `poll` is due at once: a lease that waits for its reader is no haste."""
+        return bool(self._asked) or (self._handover is not None and self._handover.moves)
+
+    @property
     def turn(self) -> int | None:
         """Milliseconds until `poll` is due; None: not before somebody asks. Peers speak when they
         like, and a plugin's transfer has nothing that one could wait for."""
-        if self._asked or (self._handover is not None and self._handover.moves):
+        if self.moves:
             return _BUSY
         return None if self._handover is None else _OPEN
 

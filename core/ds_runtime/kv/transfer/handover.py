@@ -20,7 +20,16 @@ import msgspec
 from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.transfer.asked import PagesPulled
-from ds_runtime.kv.transfer.leases import Done, Leases, Notices, Offer, Want, longest, tell
+from ds_runtime.kv.transfer.leases import (
+    LEAST,
+    Done,
+    Leases,
+    Notices,
+    Offer,
+    Want,
+    longest,
+    tell,
+)
 from ds_runtime.platform.kv_transfer import CacheBlocks, Ticket, TransferError
 
 
@@ -127,7 +136,7 @@ class Handover:
     def _renew(self, now: float) -> None:
         for pull in self._pulls.values():
             if now >= pull.renew:
-                pull.renew = now + pull.offer.seconds / 3
+                pull.renew = now + max(pull.offer.seconds, LEAST) / 3
                 self._tell(pull.peer, Want(pull.offer.lease))
 
     def _read(self, pull: _Pull) -> None:

@@ -33,6 +33,7 @@ from ds_runtime.platform.kv_transfer import (
 
 LONGEST, PER_PAGE = 300.0, 0.1  # seconds of a pull, and as many more for each page
 SOON = 1.0  # seconds in which a reader most likely speaks
+LEAST = 1.0  # seconds that a lease lasts at least from each word of its reader
 MOST_LEASES = 1024
 MOST_SECONDS = 3600.0  # of a lease whose reader has not spoken yet, or not since
 
@@ -188,7 +189,7 @@ class Leases:
             return self._tell(peer, Ended(number, whole=False))
         if not lease.reader:
             lease.reader, lease.last = peer, now + longest(lease.count)
-        lease.until = min(now + lease.seconds, lease.last)
+        lease.until = min(now + max(lease.seconds, LEAST), lease.last)
 
     def done(self, peer: str, number: int) -> None:
         lease = self._leases.get(number)

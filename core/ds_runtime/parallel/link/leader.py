@@ -22,11 +22,11 @@ from ds_runtime.parallel.link.messages import (
     Cause,
     Hello,
     Here,
-    Known,
     Lost,
     RankPlace,
     Told,
     Welcome,
+    Witness,
     first_of,
 )
 
@@ -54,8 +54,10 @@ class Leader:
         self._own, self._differ, self._per_node = own, differ, per_node
         self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
         self._fit = set[int]()  # ranks that have said hello
+        self._greeted = set[bytes]()  # their connections
         self._causes: list[Cause] = []
         self._told: list[bytes] = []
+        self._looked = 0.0
         self._strangers, self._met, self._leaving, self._off = 0, False, False, False
         self._watcher: threading.Thread | None = None
         self._end = LinkEnd(zmq.ROUTER, address, keys)
@@ -94,8 +96,12 @@ class Leader:
             self._refuse(str(e), isinstance(e, Exception))
             raise
         with self._end.lock:
-            self._send(msgspec.msgpack.encode(Welcome(meet)))
             self._met = True
+            for name in self._ranks.keys() - self._greeted:  # another has that number
+                place = self._ranks.pop(name)
+                why = f"{place} came twice: give every node a --node-rank of its own"
+                self._end.say(msgspec.msgpack.encode(Welcome(refused=why)), name)
+            self._send(msgspec.msgpack.encode(Welcome(meet)))
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._own.size) if rank not in self._fit]
@@ -158,6 +164,7 @@ class Leader:
         if why:
             raise ConfigError(why)
         self._fit.add(hello.rank)
+        self._greeted.add(name)
 
     def _unfit(self, hello: Hello, place: RankPlace) -> str:
         own = self._own
@@ -222,21 +229,31 @@ class Leader:
                     self._send(data)
 
     def told(self, milliseconds: int = 0) -> list[bytes]:
-        """What other ranks have answered since; waits so long for one."""
+        """What other ranks have answered since; waits so long for one. Raises EngineDeadError where
+        one of this machine has gone, whose answer would be waited for."""
         with self._end.lock:
             if not self._told and not self._end.closing.is_set():
+                self._look_for_dead()
                 for _ in range(_MANY):
                     if not self._read(0 if self._told else milliseconds):
                         break
             found, self._told = self._told, []
         return found
 
+    def _look_for_dead(self) -> None:
+        """On one machine, where nobody else does while this process waits."""
+        if self._watcher is None and time.monotonic() >= self._looked + SIGN / 2:
+            self._looked = time.monotonic()
+            self._give_sign()
+            if self._causes:
+                raise EngineDeadError(first_of(self._causes).message)
+
     def _give_sign(self) -> None:
         """To every rank: those that cannot be reached have ended."""
         for name, place in self._ranks.items():
             if not self._end.say(SIGN_OF_LIFE, name):
                 said = f"{place} has left, or cannot be reached any more"
-                self._causes.append(Cause(Known.MISSED, place.rank, said))
+                self._causes.append(Cause(Witness.MISSED, place.rank, said))
 
     def watch(self, lost: Lost) -> None:
         """From now on tell all ranks, and `lost`, when one of another node has failed, or is gone
@@ -278,7 +295,7 @@ class Leader:
             return
         if self._watcher is not None:
             with self._end.lock:
-                self._causes.append(Cause(Known.SAID, 0, message))
+                self._causes.append(Cause(Witness.SAID, 0, message))
             self._watcher.join(WORD + 2 * LINGER)
         elif not self._met:
             self._refuse(message)

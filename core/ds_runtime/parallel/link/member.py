@@ -21,10 +21,10 @@ from ds_runtime.parallel.link.messages import (
     Cause,
     Hello,
     Here,
-    Known,
     Lost,
     Told,
     Welcome,
+    Witness,
     ask_why,
 )
 
@@ -162,7 +162,7 @@ class Member:
         """Answer rank 0."""
         with self._end.lock:
             if not self._end.closing.is_set():
-                self._end.socket.send(msgspec.msgpack.encode(Told(data)))
+                self._end.say(msgspec.msgpack.encode(Told(data)))
 
     def fail(self, rank: int, message: str) -> str:
         """This rank has failed: returns why the ranks end, as rank 0 says, or this. On one node
@@ -172,7 +172,7 @@ class Member:
             return self._why or message
         deadline = time.monotonic() + 2 * WORD
         with self._end.lock:
-            heard = self._end.say(msgspec.msgpack.encode(Cause(Known.SAID, rank, message)))
+            heard = self._end.say(msgspec.msgpack.encode(Cause(Witness.SAID, rank, message)))
             while heard and not self._why and (left := deadline - time.monotonic()) > 0:
                 if self._end.socket.poll(int(left * 1000)):
                     self._hear(self._end.socket.recv())

@@ -69,7 +69,7 @@ class Why(msgspec.Struct, frozen=True, tag=True):
     """Asks whoever has taken rank 0's place why that has ended. Rank 0 itself does not answer."""
 
 
-class Known(enum.IntEnum):
+class Witness(enum.IntEnum):
     """How it is known that a rank ends: who started it saw that, rank 0 misses it, or it says so.
 
     What others see comes first. A rank that is killed says nothing, and breaks the connections of
@@ -84,7 +84,7 @@ class Known(enum.IntEnum):
 class Cause(msgspec.Struct, frozen=True, tag=True):
     """Why a rank ends."""
 
-    known: Known
+    known: Witness
     rank: int
     message: str
 

@@ -33,7 +33,7 @@ from ds_runtime.server.generate.protocol import (
     TokenizeRequest,
 )
 from ds_runtime.server.generate.rules import chat_rules
-from ds_runtime.server.generate.run import Own, Run
+from ds_runtime.server.generate.run import PerPrompt, Run
 from ds_runtime.server.generate.sampling import (
     GenerationDefaults,
     build_params,
@@ -80,7 +80,7 @@ class Job:
     start_parser: StartParser | None = None
     adapter: str = ""
     cache_salt: str | None = None
-    own: Sequence[Own] = ()
+    own: Sequence[PerPrompt] = ()
     names: ClientNames = field(default_factory=ClientNames)
 
 

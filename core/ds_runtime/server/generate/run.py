@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class PerPrompt:
     """What one prompt of several has for itself. rid: None for an id that is drawn."""
 
     rid: str | None = None
@@ -59,7 +59,7 @@ class Run:
         adapter: str = "",
         cache_salt: str | None = None,
         asker: str = "",
-        own: Sequence[Own] = (),
+        own: Sequence[PerPrompt] = (),
     ) -> None:
         total = sum(params.n for _, params in prompts)
         if total > MAX_CHOICES:
@@ -91,7 +91,7 @@ class Run:
         self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
         self.caller, self.asker = caller, asker
         self._key = caller.own(self.id)
-        self._own = own or [Own(None, adapter, cache_salt)] * len(prompts)
+        self._own = own or [PerPrompt(None, adapter, cache_salt)] * len(prompts)
         self.adapters = {each.adapter for each in self._own}
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]

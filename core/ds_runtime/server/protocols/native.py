@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -26,7 +27,7 @@ from ds_runtime.server.generate.protocol import (
     Sampling,
     TokenIds,
 )
-from ds_runtime.server.generate.run import Own, Run
+from ds_runtime.server.generate.run import PerPrompt, Run
 from ds_runtime.server.generate.sampling import build_params, check_ids
 from ds_runtime.server.protocols.fields import NATIVE_SAMPLING, Fields
 from ds_runtime.server.protocols.translate import ClientNames, Json
@@ -100,7 +101,7 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
     own = [
-        Own(
+        PerPrompt(
             _rid(body, i, count, many),
             _adapter(service, body, i, count),
             _each(body.cache_salt, "cache_salt", i, count),
@@ -114,6 +115,8 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
 def _rid(body: GenerateRequest, i: int, count: int, many: bool) -> str | None:
     """The id of a prompt: one that all were given becomes one of each by its number."""
     rid: str | None = _each(body.rid, "rid", i, count)
+    if rid is None and isinstance(body.rid, list):
+        return f"gen-{uuid.uuid4().hex}"  # the request's own would end its neighbours as well
     if rid is None or not many or isinstance(body.rid, list):
         return rid
     return f"{rid}_{i}"

@@ -21,14 +21,15 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "is served, CI.",
     )
     parser.add_argument("name", help="of the plugin, such as acme")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--with",
         dest="kind",
         choices=tuple(KINDS),
         default=PLATFORM,
         help="what it brings (default: %(default)s)",
     )
-    parser.add_argument(
+    what.add_argument(
         "--platform",
         dest="kind",
         action="store_const",
