@@ -131,7 +131,7 @@ ENGINE: tuple[Fault, ...] = (
     Fault(
         "a lease is renewed for ever",
         "core/ds_runtime/kv/transfer/leases.py",
-        "lease.until = min(now + lease.seconds, lease.last)",
+        "lease.until = min(now + max(lease.seconds, LEAST), lease.last)",
         "lease.until = now + lease.seconds",
         ("tests/core/engine/test_handover.py",),
     ),

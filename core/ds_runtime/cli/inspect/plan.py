@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace, _SubParsersAction
+from argparse import ArgumentTypeError, Namespace, _SubParsersAction
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from ds_runtime.assembly.result import Assembly
 
 
+_USAGES = {"show": "plan", "lock": "plan lock FILE", "diff": "plan diff A B"}  # by files needed
+
+
+def _action(text: str) -> str:
+    if text not in _USAGES:
+        hint = near(text, _USAGES) or f"; a model is --model {text}"
+        raise ArgumentTypeError(f"{text!r} is not one of {', '.join(_USAGES)}{hint}")
+    return text
+
+
 def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subcommands.add_parser(
@@ -31,7 +41,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
         "for a device that is not here, and ends with an error if the model does not fit there.",
     )
-    parser.add_argument("action", nargs="?", metavar="{show,lock,diff}", default="show")
+    parser.add_argument(
+        "action", nargs="?", type=_action, metavar="{show,lock,diff}", default="show"
+    )
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
     parser.add_argument(
@@ -58,14 +70,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Show, lock or compare."""
-    usages = {"show": "plan", "lock": "plan lock FILE", "diff": "plan diff A B"}
-    if args.action not in usages:
-        raise ConfigError(
-            f"plan {args.action}: there are show, lock and diff; a model is --model {args.action}"
-        )
-    if len(args.files) != ("show", "lock", "diff").index(args.action):
+    if len(args.files) != list(_USAGES).index(args.action):
         given = " ".join(("plan", args.action, *args.files))
-        raise ConfigError(f"{given}: write ds-runtime {usages[args.action]}")
+        raise ConfigError(f"{given}: write ds-runtime {_USAGES[args.action]}")
     if args.action == "diff":
         return _diff(*args.files)
     if args.explain is not None and args.explain not in OPS:
