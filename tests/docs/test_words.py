@@ -38,8 +38,6 @@ TO_REWRITE = {
     "docs/lora.md",
     "docs/operating.md",
     "docs/plugin-api.md",
-    "docs/reliability.md",
-    "docs/serving-benchmark.md",
     "docs/speculation.md",
     "docs/structured-output.md",
     "docs/support.md",
