@@ -39,7 +39,6 @@ TO_REWRITE = {
     "docs/operating.md",
     "docs/plugin-api.md",
     "docs/speculation.md",
-    "docs/structured-output.md",
     "docs/support.md",
     "docs/vendors.md",
     "docs/writing-a-plugin.md",
