@@ -40,7 +40,6 @@ TO_REWRITE = {
     "docs/plugin-api.md",
     "docs/speculation.md",
     "docs/support.md",
-    "docs/vendors.md",
     "docs/writing-a-plugin.md",
 }
 
