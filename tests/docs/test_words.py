@@ -39,7 +39,6 @@ TO_REWRITE = {
     "docs/plugin-api.md",
     "docs/speculation.md",
     "docs/support.md",
-    "docs/writing-a-plugin.md",
 }
 
 
