@@ -36,9 +36,7 @@ TO_REWRITE = {
     "docs/hooks.md",
     "docs/kv-transfer.md",
     "docs/lora.md",
-    "docs/plugin-api.md",
     "docs/speculation.md",
-    "docs/support.md",
 }
 
 

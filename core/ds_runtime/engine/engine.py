@@ -189,7 +189,7 @@ class Engine:
         self.scheduler.holdings.forget(held.key)
 
     def flush(self) -> int:
-        """Empty the prefix cache; pages freed."""
+        """Empty the prefix cache; returns the pages freed."""
         return self.scheduler.flush()
 
     def step(self) -> list[Tokens | Failed]:

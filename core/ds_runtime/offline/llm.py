@@ -153,19 +153,19 @@ class LLM:
         return self._assembly.model.vocab_size
 
     def simulate_acceptance(self, probability: float) -> None:
-        """Take each draft for right so often, whatever it is: for measurements of one rank on
-        random checkpoints, whose answers mean nothing.
+        """Accept each draft with this probability, whatever its token. For measurements of one rank
+        on random checkpoints, whose answers mean nothing.
         """
         self._alive().runner.parts.simulated = probability
 
     def force_drafts(self, count: int | None) -> None:
-        """Draft so many tokens per step, whatever pays; None: as was settled. For measurements."""
+        """Draft `count` tokens per step, whatever pays; None: the setting. For measurements."""
         pace = self._alive().scheduler.limits.pace
         assert pace is not None, "this engine does not draft"
         pace.forced = count
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache; pages freed."""
+        """Empty the prefix cache; returns the pages freed."""
         return self._alive().flush()
 
     def load_lora_adapter(self, name: str, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Gates that many kernels share: what libraries commonly limit, each said in one sentence.
+"""Gates that many kernels share: common limits of libraries, one sentence each.
 
 A gate is a function of a site's facts that gives None, or why a kernel cannot serve there. Those in
 here know no library: a plugin adds what its own wants beyond them. Torch-free.

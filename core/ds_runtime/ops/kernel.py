@@ -18,7 +18,7 @@ DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Which calls of a place a kernel serves, where several divide these by their rows.
+    """The calls of a place that a kernel takes, if several kernels divide them by rows.
 
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
     kernels of one packing may serve one place, those with bounds the calls of `first` rows or more
@@ -45,7 +45,7 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a kernel takes of memory, and what its calls read.
+    """The memory that a kernel takes, and the bytes that its calls read.
 
     `copies` says how often `pack` keeps the weight (laid out for several uses). `beside`, of a
     kernel that reads a weight of a shared packing in a form of its own, is how much that takes as
@@ -67,7 +67,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Compiles:
-    """How a kernel that compiles when it first runs has its calls compiled before. Each is lazy,
+    """Compiles the calls of a kernel before they run, if it compiles on first use. Each is lazy,
     `"module:attr"`.
 
     `ahead` names a function `(facts, rows) -> None` that has calls of each of these numbers of rows
@@ -88,7 +88,7 @@ class Compiles:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A byte layout that several kernels must agree on (e.g. of the KV cache).
+    """A byte layout that several kernels must agree on, such as that of the KV cache.
 
     `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
     `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).

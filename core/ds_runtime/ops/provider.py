@@ -15,7 +15,7 @@ LAYOUTS = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
 
 
 class Declared(TypedDict, total=False):
-    """What an offer may say of its kernel beside op, function, rank and gates: fields of `Kernel`.
+    """Fields of `Kernel` that an offer may set in addition to op, function, rank and gates.
 
     The functions that `compiles` names lie below the provider's package.
     """

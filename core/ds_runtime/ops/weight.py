@@ -86,7 +86,7 @@ class Weight:
 
 @dataclass
 class Packed:
-    """What a kernel made of a weight. `apply` refuses a Packed with another kernel's tag.
+    """A weight in the form that a kernel packed. `apply` refuses one with another kernel's tag.
 
     tag: kernel and packed layout, e.g. "cpu.linear_prepacked", or the name of a shared packing.
     tensors: whatever the kernel needs. nbytes: bytes held. restore: gives the logical float32
@@ -114,8 +114,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """What stands before attention in the latent space; this rank's heads. Norm weights are in the
-    compute dtype.
+    """The weights before attention in the latent space, of this rank's heads. Norm weights are in
+    the compute dtype.
 
     q_a [q_lora, hidden], q_b [heads · (nope + rope), q_lora], kv_a [kv_lora + rope, hidden], kv_b
     [heads · (nope + v), kv_lora] as in MlaAbsorb; q_norm [q_lora], kv_norm [kv_lora].

@@ -1,4 +1,4 @@
-"""What a device reaches, measured with torch alone: reading memory, and matmuls per dtype."""
+"""The rates that a device reaches, measured with torch alone: memory reads, matmuls per dtype."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device reaches at most, measured on it: what figures of kernels are held against.
+    """The most that a device reaches, measured on it. Figures of kernels are compared with it.
 
     bandwidth: bytes read per second from memory, out of every cache, in the fastest reading.
     compute: operations per second of the fastest matmul by dtype ("int8" counts integer

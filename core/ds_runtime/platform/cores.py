@@ -16,7 +16,7 @@ def cores() -> int:
 
 
 def cores_per_device() -> int:
-    """Its share for one of the devices that it sees: every other one may have a process like it."""
+    """This process's share of the cores, if each visible device has a process like it."""
     import torch
 
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1

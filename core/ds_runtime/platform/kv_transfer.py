@@ -79,8 +79,8 @@ class Ticket(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """What has ended since: reads whose blocks are all here, those that failed and why, and peers
-    that are gone. Nothing is written to the blocks of any of these reads any more."""
+    """Reads that have ended, failed reads with the reason, and peers that are gone. All blocks of
+    an ended read are here. Nothing is written to the blocks of any of these reads any more."""
 
     finished: list[Ticket]
     failed: list[tuple[Ticket, str]]
@@ -88,7 +88,7 @@ class Polled(NamedTuple):
 
 
 class KvTransfer(Protocol):
-    """Behaviour of what moves blocks. One thread calls it, the one that queues steps; nothing waits
+    """Moves blocks between engines. One thread calls it, the one that queues steps; nothing waits
     for a peer.
     """
 
@@ -169,8 +169,8 @@ class Layers:
 
 
 class Transfer:
-    """What every KvTransfer has alike: its description, and the checks of what peers say and
-    readers ask. One of a plugin may start here, and needs not."""
+    """A base for KvTransfer: its description, and the checks of messages of peers and requests of
+    readers. A plugin's KvTransfer may inherit from it, but need not."""
 
     kind: ClassVar[str] = ""
 

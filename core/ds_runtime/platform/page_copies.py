@@ -32,7 +32,7 @@ class LayerBlocks(NamedTuple):
 
 
 class Copying(Protocol):
-    """Copies under way, numbered as the layers that were given."""
+    """Copies that have begun, numbered like the layers that were given."""
 
     def ended(self, layer: int) -> bool:
         """Whether this layer's blocks are copied; waits for nothing."""
@@ -48,8 +48,8 @@ class Copying(Protocol):
 
 
 class PageCopies(Protocol):
-    """Behaviour of what copies blocks. One thread calls it, the one that queues steps, and waits
-    for nothing where host memory is of `buffer`.
+    """Copies blocks to and from host memory. One thread calls it, the one that queues steps.
+    It does not wait if host memory is of `buffer`.
 
     A copy begins once all that was queued before it has run, and leaves what is queued after it
     alone. Host memory that was given must stay as it is until the copies have ended, and so must

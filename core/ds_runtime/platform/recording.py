@@ -29,7 +29,7 @@ _READS = frozenset(
 
 
 class CaptureError(RuntimeError):
-    """What was to be captured cannot be: it would wait for the device, or read values."""
+    """A step cannot be captured: it would wait for the device, or read values."""
 
 
 class Recorded(NamedTuple):

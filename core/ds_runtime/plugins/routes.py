@@ -12,7 +12,7 @@ from ds_runtime.sampling_params import SamplingParams
 
 
 class Generated(NamedTuple):
-    """What one message of the engine added to an answer.
+    """The part of an answer that one message of the engine added.
 
     text: never cut inside a character; nothing of a stop string. tokens: their ids. finish_reason:
     "stop", "length" or "abort" with the last one, else None.

@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PartRequest:
-    """Read these rows and columns of one Linear onto a device: what a `QuantLoader.read` gets.
+    """A request to `QuantLoader.read`: these rows and columns of one Linear, onto a device.
 
     module: the Linear's path, which is the name of the part. encoding: what the loader said of it.
     quantization: what the loader accepted. place: which tensors hold it. rows, cols: what to read,

@@ -33,7 +33,7 @@ APART = (
     (
         "trees of drafts (`--speculative-eagle-topk` above 1)",
         "`--batch-invariant`",
-        "nodes of a tree lie at other places of the cache than tokens of an answer, and are added "
+        "nodes of a tree have other places in the cache than tokens of an answer, and are added "
         "in another order",
     ),
 )
@@ -94,22 +94,26 @@ def as_json(rows: Iterable[Row]) -> str:
 HEAD = """\
 # What is served where
 
-Which kernel accepts which op and weight format on which described device, best ranks first.
-Formats of a kernel that have the same devices share a row. `/fp8`: with an FP8 cache.
+The tables say which kernel accepts which op and weight format on which described device. Kernels
+with the best rank come first. Formats of a kernel that have the same devices share a row.
 
-Asked of the kernels' own gates for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
-software that the devices' files name: nothing ran for it. `ds-runtime plan --device X` says what is
-chosen for a model. *Unrun*: no kernel has run on such a device, and what is said of it is what its
-vendor and the libraries publish. *own bits*: `--batch-invariant` may bind it
-([batch-invariant.md](batch-invariant.md)). *any part*: `--ep` above 1 may bind it, as it leaves out
-experts of other ranks.
+The kernels' own gates answer for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
+software that the devices' files name. Nothing runs for these tables. `ds-runtime plan --device X`
+prints the choice for a model.
+
+| mark | means |
+|---|---|
+| `/fp8` | with an FP8 cache |
+| *unrun* | no kernel has run on it. Its rows follow what its vendor and the libraries publish |
+| *own bits* | `--batch-invariant` may bind the kernel ([batch-invariant.md](batch-invariant.md)) |
+| *any part* | `--ep` above 1 may bind the kernel, because it skips experts of other ranks |
 
 ## What does not go together
 
-`--tp`, `--ep`, `--enable-dp-attention`, drafts, captured steps, kept prefixes, adapters, an FP8
-cache, masks, sparse attention and `--batch-invariant` go together in every other pair: on two ranks
-over Gloo the answers are those of one (`tests/e2e/test_pairs.py`). On GPUs pairs with `--ep` are
-unrun.
+These features work together in every other pair: `--tp`, `--ep`, `--enable-dp-attention`, drafts,
+captured steps, kept prefixes, adapters, an FP8 cache, masks, sparse attention and
+`--batch-invariant`. Two ranks over Gloo return the answers of one (`tests/e2e/test_pairs.py`). On
+GPUs pairs with `--ep` are unrun.
 
 | this | and this | why |
 |---|---|---|

@@ -18,7 +18,7 @@ _fork: ContextVar[Fork | None] = ContextVar("fork", default=None)
 
 
 def branch(work: Callable[[], _Made]) -> Callable[[], _Made]:
-    """What gives the result of `work`, to be called once, within the same capture.
+    """Returns a function that returns the result of `work`. Call it once, in the same capture.
 
     `work` reads nothing that is queued from here on until then, and writes nothing that is read by
     it; it may run now or then.

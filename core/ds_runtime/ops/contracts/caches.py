@@ -73,8 +73,8 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class HistoryGroup(CacheGroup):
-    """An entry for every `ratio` tokens, kept for the whole sequence, in pages that all history
-    groups share: entry of the token in slot s is s // ratio, written with its last token.
+    """An entry for every `ratio` tokens, kept for the whole sequence. All history groups share
+    pages. The entry of the token in slot s is s // ratio; its last token writes it.
     """
 
     kind = "history"

@@ -239,7 +239,7 @@ class EngineClient:
             self._send(Abort(list(rids)))
 
     async def flush(self, timeout: float = 10.0) -> int:
-        """Empty the prefix cache; pages freed."""
+        """Empty the prefix cache; returns the pages freed."""
         answer = await self._ask(Flush(uuid.uuid4().hex), timeout)
         assert isinstance(answer, Flushed)
         return answer.pages

@@ -1,4 +1,4 @@
-"""FP8 weights in blocks of 128 × 128 as matrix libraries want them: whole from the first on."""
+"""FP8 weights in aligned blocks of 128 × 128, as matrix libraries read them."""
 
 from __future__ import annotations
 

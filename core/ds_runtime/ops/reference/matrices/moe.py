@@ -57,7 +57,7 @@ def mask_groups(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def with_shared_slots(weights: Tensor, ids: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """What Route gives, of the chosen: [tokens, top_k] → [tokens, top_k + shared]."""
+    """Adds the shared slots to the result of Route: [tokens, top_k] → [tokens, top_k + shared]."""
     if not routing.shared:
         return weights, ids
     tokens, first = ids.shape[0], routing.num_experts
