@@ -36,7 +36,6 @@ TO_REWRITE = {
     "docs/hooks.md",
     "docs/kv-transfer.md",
     "docs/lora.md",
-    "docs/speculation.md",
 }
 
 
