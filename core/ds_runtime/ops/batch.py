@@ -75,7 +75,7 @@ class DecodePart:
 
 
 class RowOwners:
-    """Which sequence of a DecodePart each row belongs to, and how many rows of it follow: both
+    """The sequence of each row of a DecodePart, and the number of its rows that follow: both
     [rows] int32 on the device. The same q_lens, as a captured step sees them, are sent once.
     """
 
@@ -98,7 +98,7 @@ class RowOwners:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChunk:
-    """Cached tokens of some prefill sequences that follow each other: a range of each.
+    """Cached tokens of consecutive prefill sequences: a range of each.
 
     starts: [sequences] int64, where each range begins. segs: the lengths of the ranges. page_table
     and q_segs: those of these sequences alone, as in PrefillPart. sequence and row: the first of

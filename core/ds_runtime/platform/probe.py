@@ -84,8 +84,8 @@ def pci_devices(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Path]
 
 
 def visible(value: str, count: int) -> list[int]:
-    """Which of `count` devices a variable such as "0,2" shows, in its order: numbers up to the
-    first that no device has."""
+    """The numbers of `count` devices that a variable such as "0,2" shows, in its order, up to
+    the first that no device has."""
     numbers = (n.strip() for n in value.split(","))
     return [int(n) for n in takewhile(lambda n: n.isdigit() and int(n) < count, numbers)]
 

@@ -100,7 +100,7 @@ class PartRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoaderSample:
-    """A whole Linear as checkpoints of a format store it, and what that means.
+    """A whole Linear as checkpoints of a format store it, and the values that it means.
 
     quantization: the quantization_config, as JSON has it. tensors: component of the Encoding → the
     stored tensor. values: [rows, cols] float32, what the tensors mean by the plugin's own reference

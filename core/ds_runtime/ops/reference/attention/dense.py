@@ -142,7 +142,7 @@ class ReferenceMlaDecode:
 
 
 def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
-    """(sequence, tokens that it sees) of every row; of a tree, the tokens that it may see."""
+    """(sequence, tokens that it sees) of every row. For a tree: the tokens that it may see."""
     counts = part.q_lens or (1,) * part.size
     apart = part.tree is None
     return tuple(
@@ -153,7 +153,7 @@ def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
 
 
 def seen_of(bits: Tensor, length: int) -> Tensor:
-    """Which of a sequence's `length` tokens a row of a tree sees, by its number: [length] bool."""
+    """The tokens of `length` that a row of a tree sees, by its number: [length] bool."""
     tokens = torch.arange(length, device=bits.device) - (length - TAIL)
     return (tokens < 0) | ((bits >> tokens.clamp(min=0)) & 1).bool()
 
