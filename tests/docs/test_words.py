@@ -35,7 +35,6 @@ TO_REWRITE = {
     "docs/formats.md",
     "docs/hooks.md",
     "docs/kv-transfer.md",
-    "docs/lora.md",
     "docs/many-devices.md",
     "docs/numerics.md",
     "docs/operating.md",
