@@ -34,7 +34,6 @@ TO_REWRITE = {
     "docs/flags.md",
     "docs/formats.md",
     "docs/hooks.md",
-    "docs/kv-transfer.md",
     "docs/many-devices.md",
     "docs/numerics.md",
     "docs/operating.md",
