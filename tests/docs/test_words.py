@@ -27,7 +27,6 @@ PAGES = sorted(
 TO_REWRITE = {
     "CHANGELOG.md",
     "docs/api.md",
-    "docs/cache-groups.md",
     "docs/contracts.md",
     "docs/demo.md",
     "docs/design.md",
