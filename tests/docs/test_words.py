@@ -31,7 +31,6 @@ TO_REWRITE = {
     "docs/demo.md",
     "docs/design.md",
     "docs/flags.md",
-    "docs/formats.md",
     "docs/hooks.md",
     "docs/many-devices.md",
     "docs/numerics.md",
