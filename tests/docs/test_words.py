@@ -29,8 +29,6 @@ TO_REWRITE = {
     "docs/contracts.md",
     "docs/demo.md",
     "docs/design.md",
-    "docs/flags.md",
-    "docs/hooks.md",
     "docs/many-devices.md",
     "docs/numerics.md",
     "docs/operating.md",
