@@ -47,15 +47,15 @@ def contracts() -> str:
 
 
 CONTRACTS_HEAD = """\
-What a kernel must do, op by op. The docstrings are the contract; the torch reference in
-`ds_runtime/ops/reference/` is its executable form, and `ds_runtime.testing.conformance` runs every
-kernel against that reference in float64. The error bound is relative: the norm of the difference
-divided by the norm of the oracle, by compute dtype. Where a docstring says nothing of strides a
-tensor is contiguous.
+This page says what a kernel must do, op by op. The docstrings are the contract. The torch
+reference in `ds_runtime/ops/reference/` is its executable form. `ds_runtime.testing.conformance`
+compares every kernel with that reference in float64. The tolerance is relative: the norm of the
+difference divided by the norm of the oracle. It depends on the compute dtype. A tensor is
+contiguous if its docstring does not mention strides.
 
-A *function* op is called as it stands. An *object* op is made once per site from the site's
-`Facts`; it owns packed weights or the state of a step. *Heavy* ops on the reference are warned
-about at start, and refused under `--strict-ops`.
+A *function* op is called directly. An *object* op is made once per site from the site's
+`Facts`. It owns packed weights or the state of a step. A *heavy* op on the reference causes a
+warning at start, and an error under `--strict-ops`.
 
 """
 
@@ -76,10 +76,10 @@ def _contract(op: Op) -> str:
     lines.append((inspect.getdoc(protocol) or "") + "\n")
     if op.composition:
         parts = ", ".join(f"`{p}`" for p in op.uses)
-        lines.append(f"A fusion: where no kernel of its own is bound, composed of {parts}.\n")
+        lines.append(f"A fusion: without a kernel of its own it is composed of {parts}.\n")
     if op.optional:
         parts = ", ".join(f"`{p}`" for p in op.uses)
-        lines.append(f"A fusion: where no plugin offers it, the model calls {parts} instead.\n")
+        lines.append(f"A fusion: if no plugin offers it, the model calls {parts} instead.\n")
     if op.layout:
         lines.append(f"All kernels of a process agree on one layout for `{op.layout}`.\n")
     bounds = ", ".join(f"{dtype} {bound:g}" for dtype, bound in op.tolerance.items())
