@@ -47,15 +47,15 @@ def contracts() -> str:
 
 
 CONTRACTS_HEAD = """\
-What a kernel must do, op by op. The docstrings are the contract; the torch reference in
-`ds_runtime/ops/reference/` is its executable form, and `ds_runtime.testing.conformance` runs every
-kernel against that reference in float64. The error bound is relative: the norm of the difference
-divided by the norm of the oracle, by compute dtype. Where a docstring says nothing of strides a
-tensor is contiguous.
+This page says what a kernel must do, op by op. The docstrings are the contract. The torch
+reference in `ds_runtime/ops/reference/` is its executable form. `ds_runtime.testing.conformance`
+compares every kernel with that reference in float64. The tolerance is relative: the norm of the
+difference divided by the norm of the oracle. It depends on the compute dtype. A tensor is
+contiguous if its docstring does not mention strides.
 
-A *function* op is called as it stands. An *object* op is made once per site from the site's
-`Facts`; it owns packed weights or the state of a step. *Heavy* ops on the reference are warned
-about at start, and refused under `--strict-ops`.
+A *function* op is called directly. An *object* op is made once per site from the site's
+`Facts`. It owns packed weights or the state of a step. A *heavy* op on the reference causes a
+warning at start, and an error under `--strict-ops`.
 
 """
 
@@ -76,10 +76,10 @@ def _contract(op: Op) -> str:
     lines.append((inspect.getdoc(protocol) or "") + "\n")
     if op.composition:
         parts = ", ".join(f"`{p}`" for p in op.uses)
-        lines.append(f"A fusion: where no kernel of its own is bound, composed of {parts}.\n")
+        lines.append(f"A fusion: without a kernel of its own it is composed of {parts}.\n")
     if op.optional:
         parts = ", ".join(f"`{p}`" for p in op.uses)
-        lines.append(f"A fusion: where no plugin offers it, the model calls {parts} instead.\n")
+        lines.append(f"A fusion: if no plugin offers it, the model calls {parts} instead.\n")
     if op.layout:
         lines.append(f"All kernels of a process agree on one layout for `{op.layout}`.\n")
     bounds = ", ".join(f"{dtype} {bound:g}" for dtype, bound in op.tolerance.items())
@@ -114,23 +114,32 @@ def _signature(function: Any) -> str:
 
 
 HOOKS_HEAD = """\
-All hooks are called at start-up, but for `ds_kv_transfer`, and never during a step. A plugin is a
-module named in the entry-point group `ds_runtime`. It has functions of these names marked
-`@hookimpl` (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin` makes
-([writing a plugin](writing-a-plugin.md#what-plugins-share)). The five hooks of offers differ for
-readers alone: the runtime puts together what they return. A function may take fewer arguments than
-listed, so that an argument added here later breaks nobody. A plugin that raises, misspells a hook
-or an argument, or returns something else is dropped whole: `ds-runtime plugins --verbose` shows
-its traceback.
+The runtime calls all hooks at start-up, except `ds_kv_transfer`. It calls none during a step.
 
-`ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments, and
-their answers are kept; each runtime gets a copy of the platform. A call above 1 s is a line in the
-log, with plugin, hook and seconds. A hook starts no runtime: `LLM`, `assemble` and `load_plugins`
-raise within one, also in a thread that it waits for.
+A plugin is a module named in the entry-point group `ds_runtime`. It has functions of these names
+marked `@hookimpl` (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin`
+returns ([writing a plugin](writing-a-plugin.md#what-plugins-share)). The runtime joins the results
+of the five hooks of offers; their names only help the reader. A function may take fewer arguments
+than listed. So an argument that is added here later breaks no plugin.
 
-Order of assembly: `ds_platform`, device facts, config.json, `ds_defaults`, the frozen config, the
-offers (`ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`), shared layouts, one
-decision per op and site, and only then weights. `ds_cli` is called while the command line is built.
+A plugin that raises, misspells a hook or an argument, or returns something else is dropped whole.
+`ds-runtime plugins --verbose` shows its traceback.
+
+`ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments. The
+runtime keeps their results, and each runtime gets a copy of the platform. The log names plugin,
+hook and seconds of a call that takes more than 1 s. A hook cannot start a runtime: `LLM`,
+`assemble` and `load_plugins` raise inside a hook, and in a thread that it waits for.
+
+The assembly has this order:
+
+1. `ds_platform`
+2. device facts and config.json
+3. `ds_defaults`, then the frozen config
+4. the offers: `ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`
+5. shared layouts, then one decision per op and site
+6. weights
+
+`ds_cli` is called while the command line is built.
 
 """
 

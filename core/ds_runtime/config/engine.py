@@ -75,21 +75,19 @@ class EngineConfig:
         None, "file of the third-party plugins that may be loaded (ds-runtime plugins --lock FILE)"
     )
     allow_platform_downgrade: bool = setting(
-        False, "start on another device where the plugin of one that is here is broken"
+        False, "start on another device if the plugin of a device of this machine is broken"
     )
     tp: int = setting(1, "tensor-parallel ranks, one process each", least=1)
     dp: int | None = setting(
         None,
-        "data-parallel replicas of the engine behind one server, each of --tp ranks with devices "
-        "of their own; with --enable-dp-attention the groups that the ranks of --tp are in "
-        "(default: 1; with --enable-dp-attention as many as --tp)",
+        "replicas of the engine with --tp ranks each, behind one server (default: 1). With "
+        "--enable-dp-attention: groups of the --tp ranks (default: --tp)",
         least=1,
     )
     enable_dp_attention: bool = setting(
         False,
-        "divide attention by sequences among --dp groups of the ranks of --tp, and by heads inside "
-        "each: the KV cache of a sequence lies in one group only, and every group has all weights "
-        "of attention",
+        "divide attention by sequences among --dp groups of the --tp ranks, and by heads inside a "
+        "group. One group holds a sequence's KV cache. Every group has all weights of attention",
     )
     ep: int = setting(
         1,
@@ -112,8 +110,8 @@ class EngineConfig:
     )
     dist_token_file: str | None = setting(
         None,
-        "file of a secret that all machines share, and prove to each other; what rank 0 tells the "
-        "others is encrypted with it (needed where --dist-init-addr is no loopback address)",
+        "file of a secret that all machines share. It encrypts the messages of rank 0 (needed if "
+        "--dist-init-addr is no loopback address)",
     )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
@@ -136,14 +134,13 @@ class EngineConfig:
     )
     trained_rounding: bool = setting(
         False,
-        "of DeepSeek-V4, round what is cached as its training did: latents to FP8 in groups of 64, "
-        "index queries and keys to FP4 (default: as transformers computes it)",
+        "round DeepSeek-V4's cache entries as in its training: latents to FP8 in groups of 64, "
+        "index queries and keys to FP4. off: as transformers computes it",
     )
     kv_memory: int | None = setting(
         None,
-        "memory for the KV cache, e.g. 2GB (default: what weights and steps leave of a device, in "
-        "which both take nine tenths at most; on a CPU the smaller of 8 full contexts and 25 % of "
-        "free memory)",
+        "memory for the KV cache, e.g. 2GB (default: the rest of nine tenths of a device after "
+        "weights and steps; on a CPU the smaller of 8 contexts and 25 % of free memory)",
         size=True,
         least=1,
     )
@@ -153,13 +150,13 @@ class EngineConfig:
     )
     memory_utilization: float | None = setting(
         None,
-        "share of the device's memory for all that the engine holds: weights, KV cache and what "
-        "steps need beside them",
+        "share of the device's memory for everything that the engine holds: weights, KV cache and "
+        "the memory of steps",
     )
     memory_for_speed: str = setting(
         "auto",
-        "second copies of weights, in forms that decode steps read faster: all, none (off), or "
-        "those that leave enough KV cache (auto)",
+        "second copies of weights, in forms that decode steps read faster: all of them, none "
+        "(off), or those that leave enough KV cache (auto)",
         choices=FORMS,
     )
     page_size: int = setting(16, "tokens per KV page", least=1)
@@ -178,9 +175,8 @@ class EngineConfig:
     )
     hicache_write_policy: str = setting(
         "write_through",
-        "when a cached page goes to host memory: as soon as it is proved (write_through), once a "
-        "second prompt has read it (write_through_selective), or when it leaves the device "
-        "(write_back)",
+        "when to copy a cached page to host memory: once proved (write_through), once a second "
+        "prompt read it (write_through_selective), or as it leaves the device (write_back)",
         choices=("write_through", "write_through_selective", "write_back"),
     )
     disk_cache: str | None = setting(
@@ -203,9 +199,8 @@ class EngineConfig:
     )
     max_itl: float | None = setting(
         None,
-        "most milliseconds between tokens that the prompts in a step may cause, 0 for any: their "
-        "chunks are sized by what steps took (default: 50 in serve; elsewhere, and with "
-        "--deterministic, 0)",
+        "longest time in ms between tokens that prompts in a step may cause, 0 for any. It limits "
+        "their chunks (default: 50 in serve; elsewhere, and with --deterministic, 0)",
     )
     prefix_chunk: int = setting(
         4096, "cached tokens that one prefill expansion handles at a time", least=1
@@ -213,31 +208,31 @@ class EngineConfig:
     policy: str = setting("fifo", "order of waiting requests", choices=("fifo", "priority"))
     disable_overlap_schedule: bool = setting(
         False,
-        "schedule a step only once the last one's tokens are known, also where the device "
-        "computes beside the host",
+        "schedule a step only after the tokens of the last step are known, even if device and host "
+        "could work at the same time",
     )
     disable_graph: bool = setting(
-        False, "run all steps op by op, also where the device can replay captured ones"
+        False, "run all steps op by op, even if the device can replay captured steps"
     )
     graph_sizes: tuple[int, ...] | None = setting(
         None,
-        "decode steps to capture, by number of requests; a step is filled up to the next (default: "
-        "1, 2, 4, 8, then ever wider apart up to --max-running-requests; on a CPU each up to 32, "
-        "when it comes often)",
+        "decode steps to capture, by number of requests. A step is padded to the next size "
+        "(default: 1, 2, 4, 8, then wider apart up to --max-running-requests; on a CPU each up to "
+        "32, lazily)",
     )
     max_graph_size: int | None = setting(
         None, "largest decode step to capture unasked, by requests (default: all)", least=1
     )
     disable_prefill_graph: bool = setting(
         False,
-        "run steps with prompts op by op, also where the device can replay what lies between their "
+        "run steps with prompts op by op, even if the device can replay the parts between their "
         "attentions",
     )
     prefill_graph_sizes: tuple[int, ...] | None = setting(
         None,
-        "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
-        "next (default: ever wider apart up to a chunk and a token of every request, at most "
-        "--max-prefill-graph-size; with one rank some of them once it is idle)",
+        "steps with prompts to capture at start, by number of tokens. A step is padded to the next "
+        "size (default: ever wider apart up to a chunk and a token per request, at most "
+        "--max-prefill-graph-size; with one rank some while idle)",
     )
     max_prefill_graph_size: int = setting(
         1024, "largest step with prompts to capture unasked, by number of tokens", least=1
@@ -262,17 +257,17 @@ class EngineConfig:
     )
     speculative_adaptive: bool = setting(
         False,
-        "draft as many tokens as pay, none if none do, from measured step times and from how many "
-        "drafts were right",
+        "choose the number of drafts, down to none, from measured step times and from the share of "
+        "drafts that were right",
     )
     speculative_draft_model_path: str | None = setting(
-        None, "folder or hub id with the draft layer, where the checkpoint itself has none"
+        None, "folder or hub id with the draft layer, if the checkpoint itself has none"
     )
     speculative_draft_quantize: str = setting(
         "auto",
-        "round what the checkpoint has in 16 bits and drafts alone are made by, eh_proj and a copy "
-        "of the head, to FP8; answers do not change. auto: where the device multiplies FP8. "
-        "w4afp8: as auto, and the draft layer's routed experts to int4",
+        "round 16-bit weights that only drafts use, eh_proj and a copy of the head, to FP8. No "
+        "answer changes. auto: if the device multiplies FP8. w4afp8: as auto, and the draft "
+        "layer's routed experts to int4",
         choices=DRAFT_QUANTIZE,
     )
     attention_backend: str | None = setting(
@@ -280,13 +275,13 @@ class EngineConfig:
     )
     disable_mla: bool = setting(
         False,
-        "keep the keys and values of all heads in the KV cache and attend these, instead of "
-        "latents: for comparison, as it takes many times the memory",
+        "keep the keys and values of all heads in the KV cache, instead of latents. This is for "
+        "comparison: it takes many times the memory",
     )
     enable_torch_compile: bool = setting(
         False,
-        "have torch.compile make norms, activations, rotation and the choice of experts of small "
-        "steps, before the port opens; on a CPU steps then run op by op",
+        "compile norms, activations, rotation and the choice of experts of small steps with "
+        "torch.compile, before the port opens. On a CPU steps then run op by op",
     )
     torch_compile_max_bs: int = setting(
         32, "rows of the largest step that --enable-torch-compile is for", least=1
@@ -307,13 +302,13 @@ class EngineConfig:
     fusion: tuple[str, ...] = setting(
         (),
         "NAME=on or NAME=off (comma separated): whether to fuse qkv_a, index_keys, shared_experts, "
-        "or an op that is made of others (default: on, unless a plugin wishes it off)",
+        "or an op that is made of others (default: on, unless a plugin asks for off)",
     )
     deterministic: bool = setting(False, "bind only kernels that give the same bits every run")
     batch_invariant: bool = setting(
         False,
-        "give every request the same bits whatever else runs: prompts attend as decode steps do, "
-        "ranks add up in order, and only kernels that give a row its own bits are bound",
+        "return the same bits for a request whatever else runs: only batch-invariant kernels are "
+        "bound, prompts attend as in decode steps, and ranks add up in order",
     )
     strict_ops: bool = setting(
         False, "stop if a heavy op would fall to the reference, or weights would be converted"

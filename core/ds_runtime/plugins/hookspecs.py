@@ -1,5 +1,5 @@
-"""The eleven hooks. All are called by `ds_runtime.plugins.manager`, at start-up but for
-`ds_kv_transfer`; never in a step.
+"""The eleven hooks. `ds_runtime.plugins.manager` calls all at start-up, except `ds_kv_transfer`.
+It calls none in a step.
 
 The answers of `ds_platform`, of the offers and of `ds_defaults` depend on their arguments alone:
 with the same ones each is called once per process.
@@ -73,11 +73,12 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
 
 @hookspec
 def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
-    """Wishes for config fields that the user left alone. The user's own settings win. Wishes for
-    `fusion`, like ("NAME=off",), are for each fusion that the user did not name.
+    """Wishes for config fields that the user did not set. The user's own settings win. Wishes for
+    `fusion`, like ("NAME=off",), apply to each fusion that the user did not name.
 
-    Two plugins that want different values for one field are an error. Changes are logged. Where a
-    page size is among them, it is settled and all are asked again: `facts` has it then.
+    Two plugins that want different values for one field are an error. Changes are logged. If a
+    plugin wishes for a page size, that is settled first. Then all plugins are asked again, with
+    the page size in `facts`.
     """
 
 
@@ -85,18 +86,18 @@ def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
 def ds_observer(config: EngineConfig) -> Any:
     """An object whose optional methods `on_step(stats)` and `on_finish(tokens)` are called.
 
-    They get `engine.messages` values: the Stats after every step, and the last Tokens of every
-    request that ends. One that raises is dropped.
+    They get values of `engine.messages`: the Stats after every step, and the last Tokens of every
+    request that ends. An observer that raises is dropped.
     """
 
 
 @hookspec
 def ds_kv_transfer(config: EngineConfig, origin: bytes) -> KvTransfer | None:
-    """What moves pages between engines, in place of sockets and shared memory; None: not this one.
+    """Returns what moves pages between engines, instead of sockets and shared memory, or None.
 
-    Called in the engine's process, on its own thread between steps, when pages are first asked
-    for. `origin` stands for all that the bytes of pages depend on (`KvTransfer` says more). Of all
-    plugins that are loaded one may bring a transfer.
+    Called in the engine's process, on its own thread between steps, when pages are first needed.
+    `origin` identifies everything that the bytes of pages depend on (`KvTransfer` says more). Only
+    one of the loaded plugins may return a transfer.
     """
 
 
@@ -105,8 +106,9 @@ def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
     """Add subcommands to the command line. Called while it is built; stay import-light.
 
     Each parser sets `run`, a function of the namespace that returns the exit code (None: 0):
-    `subcommands.add_parser("name", help="…").set_defaults(run=function)`. One of this distribution
-    that asks plugins about the machine sets `looks=True`, too: they are tried in a process apart.
+    `subcommands.add_parser("name", help="…").set_defaults(run=function)`. A command of this
+    distribution that asks plugins about the machine also sets `looks=True`. The runtime then
+    tries the plugins in another process first.
     """
 
 
@@ -114,8 +116,8 @@ def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
 def ds_routes(app: FastAPI, engine: RoutedEngine) -> str | None:
     """Add HTTP routes. Called only for plugins that the operator names with `--routes`.
 
-    `engine` generates: `async for piece in engine.generate(prompt)`. Routes are behind the API key,
-    as all are.
+    `engine` generates: `async for piece in engine.generate(prompt)`. The API key protects these
+    routes like all others.
     """
 
 

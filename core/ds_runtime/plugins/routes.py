@@ -24,10 +24,10 @@ class Generated(NamedTuple):
 
 
 class RoutedEngine(Protocol):
-    """The engine as `ds_routes` gets it. Its requests are scheduled beside all others.
+    """The engine as `ds_routes` gets it. Its requests are scheduled together with all others.
 
-    Errors that it raises become answers in the server's own form, unless the route catches them:
-    RequestError 400, a queue that is full or an engine that is not there 503. Use it on the
+    Errors that it raises become answers in the server's own form, unless the route catches them.
+    RequestError becomes 400. A full queue or a missing engine becomes 503. Use it on the
     server's event loop: in routes that are `async def`.
     """
 
@@ -38,11 +38,11 @@ class RoutedEngine(Protocol):
 
     @property
     def model(self) -> str:
-        """The name that the model is served under."""
+        """The served name of the model."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as generate takes it. RequestError for unpaired surrogates."""
+        """Token ids of a text, as generate takes it. Unpaired surrogates raise RequestError."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -59,10 +59,10 @@ class RoutedEngine(Protocol):
         """Yields an answer piece by piece, as the engine makes it; the last has a finish_reason.
 
         prompt: text or token ids, to which no template is applied. params: default greedy, up to
-        16 tokens; `n` is 1. adapter: the name of one that is loaded. Closing the generator ends
-        the request in the engine: a route that may leave the loop early, or whose client may,
+        16 tokens; `n` is 1. adapter: the name of a loaded one. Closing the generator ends
+        the request in the engine. A route that may leave the loop early, or whose client may,
         writes `async with contextlib.aclosing(engine.generate(…)) as pieces:`.
-        Raises RequestError for a prompt or settings that cannot be served, naming them, and
+        Raises RequestError for a prompt or settings that cannot be served; it names them. Raises
         EngineDeadError, NotReadyError, QueueFullError or LogitsError as other routes do.
         """
         ...

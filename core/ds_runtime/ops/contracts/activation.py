@@ -35,8 +35,8 @@ class SiluMul(Protocol):
 class SiluMulQuantize(Protocol):
     """QuantizeGroup of SiluMul. A fusion.
 
-    gate_up: [tokens, 2·n] as in SiluMul, n a multiple of `group`; group, ue8m0 and what comes back
-    as in QuantizeGroup. The product is rounded to the input's dtype before it is quantised.
+    gate_up: [tokens, 2·n] as in SiluMul, n a multiple of `group`; group, ue8m0 and the results
+    are as in QuantizeGroup. The product is rounded to the input's dtype before it is quantised.
     """
 
     def __call__(self, gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]: ...

@@ -38,7 +38,7 @@ class RouteSoftplus(Protocol):
     int64, distinct per token, or None. s = sqrt(softplus(logits)). The experts are `chosen`, or
     else the top-k of s + bias. Weights are s (never s + bias) at these, divided by (their sum +
     1e-20), times routing.scale. Returns (weights float32 [tokens, top_k], ids int32 of the same
-    shape). The order of the chosen is free, that of given ones is theirs; at ties any choice is
+    shape). The order of the chosen is free; given ones keep their order. At ties any choice is
     right. tokens == 0 is legal.
     """
 

@@ -35,11 +35,11 @@ class Linear(Protocol):
     """y = x · Wᵀ for one weight [out, in] in `facts.weight_format`.
 
     `pack(weight, facts)` is called once at load and may release or convert the components; it
-    owns what it keeps. `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim contiguous,
-    rows may be strided; returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32.
-    tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
+    owns the tensors that it keeps. `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim
+    contiguous, rows may be strided. Returns a new contiguous [tokens, out] in x.dtype, accumulated
+    in fp32. tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
     TypeError for another kernel's Packed. Formats: those of `ops/formats.py` that the kernel
-    names, in the form that `WeightPart` says. A kernel may have the methods of QuantizedLinear and
+    names, in the form of `WeightPart`. A kernel may have the methods of QuantizedLinear and
     of Float32Linear.
     """
 
@@ -51,9 +51,9 @@ class Linear(Protocol):
 class GroupedLinear(Protocol):
     """Each group of columns times rows of its own: y[:, g] = x[:, g] · W[g]ᵀ.
 
-    `pack(weight, facts)`: as in Linear, a weight [groups · out, in], the rows of each group below
-    those of the one in front. `apply(x, packed)`: x [tokens, groups, in] in facts.dtype, last dim
-    contiguous; returns a new contiguous [tokens, groups · out] in x.dtype, accumulated in fp32.
+    `pack(weight, facts)`: as in Linear, a weight [groups · out, in], its groups in order.
+    `apply(x, packed)`: x [tokens, groups, in] in facts.dtype, last dim contiguous. Returns a new
+    contiguous [tokens, groups · out] in x.dtype, accumulated in fp32.
     tokens == 0 is legal. `apply` raises TypeError for another kernel's Packed. Formats as in
     Linear.
     """

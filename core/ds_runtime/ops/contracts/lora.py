@@ -24,14 +24,16 @@ _RANK, _SLOTS = 16, 4  # where it is timed
 class LoraDelta(Protocol):
     """y[t, g] += (x[t, g] · a[g, s]ᵀ) · b[g, s] with s = adapters[t]; rows with s < 0 stay.
 
-    y: [rows, groups, out], written in place, last dim contiguous; x: [rows, groups or 1, in],
-    last dim contiguous; both may be strided otherwise, and do not overlap. a: [groups or 1,
-    slots, rank, in], b: [groups or 1, slots, rank, out], contiguous, in x.dtype: a pair per slot,
-    filled up to `rank` with zeros. A groups dim of 1 means the same for every group. adapters:
-    [rows] int32, below the number of slots. Products accumulate in fp32. No row's NaN or infinity
-    reaches another row, nor does an overflow of a slot reach a row of another slot. rows == 0 is
-    legal. A Linear has one group. kv_b absorbed has a group per head: the rows of B that belong
-    to a head stand in for a where A itself stands in for b, and the other way round.
+    * y: [rows, groups, out], written in place. x: [rows, groups or 1, in]. The last dim of both is
+      contiguous, other dims may be strided. They do not overlap.
+    * a: [groups or 1, slots, rank, in] and b: [groups or 1, slots, rank, out], contiguous, in
+      x.dtype. Each slot has a pair, padded to `rank` with zeros. A groups dim of 1 means the same
+      for every group.
+    * adapters: [rows] int32, below the number of slots.
+
+    Products accumulate in fp32. No row's NaN or infinity reaches another row, nor does an overflow
+    of a slot reach a row of another slot. rows == 0 is legal. A Linear has one group. Absorbed kv_b
+    has a group per head. There a is the head's rows of B and b is A, or the other way round.
     """
 
     def __call__(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None: ...

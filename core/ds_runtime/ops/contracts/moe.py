@@ -50,15 +50,20 @@ class RouterLogits(Protocol):
 class Route(Protocol):
     """Choose `routing.top_k` experts per token.
 
-    logits: [tokens, experts] float32; bias: [experts] float32 or None. s = softmax or sigmoid of
-    the logits. greedy: top-k of s. group_limited_greedy: group score = max of s in the group,
-    keep topk_group groups, others 0, top-k. noaux_tc: c = s + bias, group score = sum of the two
-    largest c (one, if a group has one expert), keep topk_group groups, others −inf, top-k by c.
-    Weights are s (never c) at the chosen experts; if renormalize, divided by (sum + 1e-20);
-    then times scale. Behind the chosen come routing.shared slots that every token takes: weight 1,
-    ids num_experts, num_experts + 1, … Returns (weights float32 [tokens, top_k + shared], ids int32
-    of the same shape); the order of the chosen is free, ids are distinct; at ties any choice is
-    right. tokens == 0 is legal. Version 1 knew no shared slots.
+    logits: [tokens, experts] float32; bias: [experts] float32 or None. s is the softmax or sigmoid
+    of the logits.
+
+    * greedy: top-k of s.
+    * group_limited_greedy: group score = max of s in the group, keep topk_group groups, others 0,
+      top-k.
+    * noaux_tc: c = s + bias. Group score = sum of the two largest c (one, if a group has one
+      expert). Keep topk_group groups, others −inf, top-k by c.
+
+    Weights are s (never c) at the chosen experts. If renormalize, they are divided by (sum +
+    1e-20). Then they are multiplied by scale. After the chosen come routing.shared slots that every
+    token takes: weight 1, ids num_experts, num_experts + 1 and so on. Returns (weights float32
+    [tokens, top_k + shared], ids int32 of the same shape). The order of the chosen is free, ids are
+    distinct; at ties any choice is right. tokens == 0 is legal. Version 1 had no shared slots.
     Source: the DeepSeek-V2 and V3 technical reports.
     """
 

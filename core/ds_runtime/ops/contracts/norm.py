@@ -55,8 +55,8 @@ class AddRmsNorm(Protocol):
 class RmsNormQuantize(Protocol):
     """QuantizeGroup of RmsNorm. A fusion.
 
-    x, weight and eps as in RmsNorm, hidden a multiple of `group`; group, ue8m0 and what comes back
-    as in QuantizeGroup. The norm is rounded to x.dtype before it is quantised.
+    x, weight and eps as in RmsNorm, hidden a multiple of `group`; group, ue8m0 and the results
+    are as in QuantizeGroup. The norm is rounded to x.dtype before it is quantised.
     """
 
     def __call__(
@@ -69,7 +69,7 @@ class AddRmsNormQuantize(Protocol):
 
     x, residual, weight and eps as in AddRmsNorm, hidden a multiple of `group`; group and ue8m0 as
     in QuantizeGroup. Returns (codes, scale, summed): the norm, rounded to x.dtype before it is
-    quantised, as QuantizeGroup gives it, and the sum as AddRmsNorm does.
+    quantised as in QuantizeGroup, and the sum as in AddRmsNorm.
     """
 
     def __call__(

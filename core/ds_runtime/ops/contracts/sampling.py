@@ -30,14 +30,22 @@ reference = later(_REF)
 class Sample(Protocol):
     """One token per row by inverse CDF, from one uniform number per row.
 
-    logits: [rows, vocab] float32, penalties and masks already applied (−inf = forbidden).
-    temperature: [rows] float32; 0 means argmax (lowest id at ties). top_k: [rows] int32, 0 = off.
-    top_p, min_p: [rows] float32 (1 and 0 = off). uniform: [rows] float64 in [0, 1).
-    Filters apply to softmax(logits / temperature), as: keep the top_k largest; of these keep the
-    smallest set of largest whose renormalised sum reaches top_p (the first always stays); drop
-    those below min_p · max. "Larger" goes by logit, and at equal logits the lower id comes first.
-    The draw walks the kept tokens in order of rising id: the result is the first whose cumulative
-    kept probability exceeds uniform · total. Without filters nothing needs to be sorted.
+    * logits: [rows, vocab] float32, penalties and masks already applied (−inf = forbidden).
+    * temperature: [rows] float32; 0 means argmax (lowest id at ties).
+    * top_k: [rows] int32, 0 = off.
+    * top_p, min_p: [rows] float32 (1 and 0 = off).
+    * uniform: [rows] float64 in [0, 1).
+
+    Filters apply to softmax(logits / temperature), in this order:
+
+    1. Keep the top_k largest.
+    2. Of these keep the smallest set of largest whose renormalised sum reaches top_p. The first
+       always stays.
+    3. Drop those below min_p · max.
+
+    "Larger" goes by logit, and at equal logits the lower id comes first. The draw walks the kept
+    tokens in order of rising id. It returns the first whose cumulative kept probability exceeds
+    uniform · total. Without filters nothing needs to be sorted.
     Returns [rows] int64. Equal rows give equal results whatever else is in the batch.
     """
 
@@ -55,11 +63,14 @@ class Sample(Protocol):
 class MaskLogits(Protocol):
     """Forbid tokens, row by row: their logits become −inf.
 
-    logits: [rows, vocab] float32, last dim contiguous, rows may be strided. masks: [masks, words]
-    int32 with words = ceil(vocab / 32): token t is allowed where bit t % 32 of word t // 32 is
-    set; bits from vocab on mean nothing. which: [rows] int32, the mask of each row; negative: the
-    row keeps every token. Several rows may share a mask. Returns a new contiguous [rows, vocab]
-    float32; kept logits are copied bit for bit, NaN included. rows == 0 and masks == 0 are legal.
+    * logits: [rows, vocab] float32, last dim contiguous, rows may be strided.
+    * masks: [masks, words] int32 with words = ceil(vocab / 32). Token t is allowed if bit t % 32 of
+      word t // 32 is set. Bits from vocab on mean nothing.
+    * which: [rows] int32, the mask of each row. A negative number keeps every token of the row.
+      Several rows may share a mask.
+
+    Returns a new contiguous [rows, vocab] float32. Kept logits are copied bit for bit, NaN
+    included. rows == 0 and masks == 0 are legal.
     """
 
     def __call__(self, logits: Tensor, masks: Tensor, which: Tensor) -> Tensor: ...

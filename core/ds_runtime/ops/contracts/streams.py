@@ -25,14 +25,20 @@ cases = later("ds_runtime.ops.reference.cases")
 
 
 class HcPre(Protocol):
-    """What a sublayer reads of n residual streams, and how its result comes back to them.
+    """What a sublayer reads of n residual streams, and how its result returns to them.
 
     x: [tokens, n, d] contiguous; fn: [n · (2 + n), n · d], base: [n · (2 + n)] and scale: [3], all
-    float32. In fp32: m = fn · flat(x) / sqrt(mean(flat(x)²) + eps), cut into n, n and n · n. pre =
-    σ(m₀ · scale₀ + base₀) + hc_eps. post = 2σ(m₁ · scale₁ + base₁). mix = softmax of the rows of
-    m₂ · scale₂ + base₂ as [n, n], plus hc_eps; then its columns are divided by (their sum +
-    hc_eps), and `rounds` − 1 times its rows, then its columns. Returns (Σᵢ preᵢ · xᵢ [tokens, d] in
-    x.dtype, post [tokens, n] float32, mix [tokens, n, n] float32). tokens == 0 is legal.
+    float32. All of it runs in fp32:
+
+    * m = fn · flat(x) / sqrt(mean(flat(x)²) + eps), cut into n, n and n · n.
+    * pre = σ(m₀ · scale₀ + base₀) + hc_eps.
+    * post = 2σ(m₁ · scale₁ + base₁).
+    * mix = softmax of the rows of m₂ · scale₂ + base₂ as [n, n], plus hc_eps. Then its columns are
+      divided by (their sum + hc_eps). `rounds` − 1 times, its rows and then its columns are divided
+      again.
+
+    Returns (Σᵢ preᵢ · xᵢ [tokens, d] in x.dtype, post [tokens, n] float32, mix [tokens, n, n]
+    float32). tokens == 0 is legal.
     Source: manifold-constrained hyper-connections, arXiv 2512.24880.
     """
 
@@ -49,10 +55,10 @@ class HcPre(Protocol):
 
 
 class HcPost(Protocol):
-    """The streams behind a sublayer: postₖ · y + Σⱼ mix[j, k] · xⱼ, computed in fp32.
+    """The streams after a sublayer: postₖ · y + Σⱼ mix[j, k] · xⱼ, computed in fp32.
 
-    y: [tokens, d], rows may be strided; x: [tokens, n, d] contiguous; post and mix as HcPre gives
-    them. Returns a new contiguous [tokens, n, d] in x.dtype. tokens == 0 is legal.
+    y: [tokens, d], rows may be strided; x: [tokens, n, d] contiguous; post and mix as HcPre
+    returns them. Returns a new contiguous [tokens, n, d] in x.dtype. tokens == 0 is legal.
     """
 
     def __call__(self, y: Tensor, x: Tensor, post: Tensor, mix: Tensor) -> Tensor: ...
@@ -168,7 +174,7 @@ class StreamOps(Area):
         contiguous=True,
         compiles=True,
         cost=Cost({"": (_post_inputs, _post)}),
-        summary="the residual streams behind a sublayer",
+        summary="the residual streams after a sublayer",
     )
     hc_head: HcHead = op(
         reference=f"{_REF}:hc_head",

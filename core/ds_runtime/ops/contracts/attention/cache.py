@@ -30,12 +30,14 @@ dtypes = later("ds_runtime.ops.dtypes")
 class CacheWrite(Protocol):
     """Store normed latents and rotated keys at their slots, in place.
 
-    cache: one layer's cache in the bound KV layout. latent: [tokens, kv_lora], k_rope: [tokens,
-    rope], both in the compute dtype, rows may be strided. In a layout of expanded keys and values
-    these are the latent, [tokens, heads · (nope + v)], per head its key, then its value. slots:
-    [tokens] int64, distinct; a negative slot is skipped (padding). Writes nothing else. tokens == 0
-    is legal. A float8_e4m3fn cache (facts.kv_dtype) has no scale: values are rounded to nearest
-    even and saturate at ±448.
+    * cache: one layer's cache in the bound KV layout.
+    * latent: [tokens, kv_lora] and k_rope: [tokens, rope], both in the compute dtype. Rows may be
+      strided. A layout of expanded keys and values has these in place of the latent: [tokens,
+      heads · (nope + v)], per head its key, then its value.
+    * slots: [tokens] int64, distinct. A negative slot is skipped (padding).
+
+    Writes nothing else. tokens == 0 is legal. A float8_e4m3fn cache (facts.kv_dtype) has no scale:
+    values are rounded to nearest even and saturate at ±448.
     """
 
     def __call__(self, cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None: ...
@@ -44,11 +46,14 @@ class CacheWrite(Protocol):
 class CacheGather(Protocol):
     """Read ranges of cached tokens through the page table into one dense tensor.
 
-    page_table: [sequences, max_pages] int32, unused entries undefined. starts: [sequences] int64,
-    first token of each range. segs: lengths of the ranges (0 is legal). kv_lora: width of the
-    latent (see CacheWrite), the rest is rope. Returns (latent [sum, kv_lora], k_rope [sum, rope])
-    in `dtype` (the compute dtype), sequence by sequence, new tensors, rows may be strided. Pages
-    that the table does not name for these ranges may hold NaN and must not be touched.
+    * page_table: [sequences, max_pages] int32, unused entries undefined.
+    * starts: [sequences] int64, first token of each range.
+    * segs: lengths of the ranges (0 is legal).
+    * kv_lora: width of the latent (see CacheWrite). The rest is rope.
+
+    Returns (latent [sum, kv_lora], k_rope [sum, rope]) in `dtype` (the compute dtype), sequence by
+    sequence. They are new tensors whose rows may be strided. Pages that the table does not name for
+    these ranges may hold NaN and must not be touched.
     """
 
     def __call__(
@@ -65,9 +70,9 @@ class CacheGather(Protocol):
 class CacheMove(Protocol):
     """Copy cached tokens from slot to slot, in place: what is kept of a tree of drafts.
 
-    sources, targets: [sequences, n] int64 slots, distinct among the targets; a pair with a negative
-    source is skipped. Sequences have no slot in common. Within a sequence pairs count in their
-    order, and no source is the target of an earlier pair. Entries are copied bit for bit; nothing
+    sources, targets: [sequences, n] int64 slots, distinct among the targets. A pair with a negative
+    source is skipped. Sequences have no slot in common. Within a sequence the order of pairs
+    counts, and no source is the target of an earlier pair. Entries are copied bit for bit; nothing
     else is written. sequences == 0 and n == 0 are legal.
     """
 

@@ -31,18 +31,23 @@ layouts = later("ds_runtime.ops.reference.layouts")
 class MlaDecode(Protocol):
     """Absorbed MLA over the paged latent cache: one shared K/V head of kv_lora + rope.
 
-    `state(limits)` allocates the persistent buffers of a step, once. `prepare(state, batch)`
-    runs on the host once per step, in place: it reads batch.decode. If the kernel has a true
-    `prepares_on_device`, prepare reads nothing of a step on the host but its sequences, q_lens,
-    the shapes of its tensors and whether tree is there, and a captured step holds it, in front
-    of `run` in the same recording: replays compute anew what it queues, from tensors of
-    batch.decode that lie where they were. `run(state, q, cache,
-    scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part), cache
-    one layer in the bound KV layout. Row j of the n rows of sequence i (n = 1, or q_lens[i])
-    attends its first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1, the own token included).
-    In the phase `tree`, which a kernel serves if it says so, batch.decode.tree may be there: then
-    row j attends what DecodePart says instead, its own token always among it, and tokens that it
-    does not see are finite.
+    `state(limits)` allocates the persistent buffers of a step, once.
+
+    `prepare(state, batch)` runs on the host once per step, in place: it reads batch.decode. If the
+    kernel has a true `prepares_on_device`, a captured step holds `prepare`, before `run` in the
+    same recording. Each replay computes the queued work again, from tensors of batch.decode at the
+    same addresses. Such a `prepare` may read only this on the host: the step's sequences, q_lens,
+    the shapes of its tensors, and whether there is a tree.
+
+    `run(state, q, cache, scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then
+    rotated rope part), cache one layer in the bound KV layout. Sequence i has n rows (n = 1, or
+    q_lens[i]). Its row j attends the first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1, its own
+    token included).
+
+    A kernel may declare the phase `tree`, in which batch.decode.tree may be there. Row j then
+    attends the tokens that DecodePart names, always including its own. Tokens that it does not see
+    are finite.
+
     Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
     of others may hold NaN. 0 sequences is legal.
     Version 2: a sequence may have several rows. Version 1 had one row per sequence.
@@ -60,11 +65,11 @@ class MhaDecode(Protocol):
 
     `state`, `prepare` and which tokens a row sees are as in MlaDecode. `run(state, q, q_rope,
     cache, scale)`: q [rows, heads, nope] and q_rope [rows, heads, rope] are the two parts of
-    queries, head dims contiguous, rows may be strided; cache is one layer in the bound KV layout,
-    whose row of a token has for each head its key [nope] and its value [v], then the rotated key
-    [rope] that all heads share. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
-    Returns [rows, heads, v] in q.dtype. Tokens that no row sees and pages of others may hold NaN,
-    but for the trees' as in MlaDecode. 0 sequences is legal.
+    queries. Head dims are contiguous, rows may be strided. cache is one layer in the bound KV
+    layout. The entry of a token has for each head its key [nope] and its value [v]. After these it
+    has the rotated key [rope] that all heads share. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
+    Returns [rows, heads, v] in q.dtype. Tokens that no row sees and pages of others may hold NaN;
+    tokens of trees are finite as in MlaDecode. 0 sequences is legal.
     """
 
     def state(self, limits: Limits) -> Any: ...

@@ -42,12 +42,16 @@ reference = later(_REF)
 class IndexScores(Protocol):
     """score(row, s) = key_scale(s) · Σ_h relu(q_h · k_s) · weight_h, of the tokens a row sees.
 
-    q: [rows, heads, d] as IndexPrologue returns it. weights: [rows, heads] float32, of any sign,
-    all constant factors and the queries' scales included. page_table: [sequences, pages] int32.
-    owners: [rows] int32, the sequence of each row, not falling. lens: [rows] int32, how many
-    tokens of it the row sees (≥ 1). Returns [rows, pages · page_size] float32, accumulated in
-    fp32; column s of a row is its sequence's token s, columns from lens[row] on are undefined.
-    Pages that hold no token that is seen may hold NaN. 0 rows is legal.
+    * q: [rows, heads, d] as IndexPrologue returns it.
+    * weights: [rows, heads] float32, of any sign. All constant factors and the queries' scales are
+      included.
+    * page_table: [sequences, pages] int32.
+    * owners: [rows] int32, the sequence of each row, not falling.
+    * lens: [rows] int32, the number of tokens that the row sees (≥ 1).
+
+    Returns [rows, pages · page_size] float32, accumulated in fp32. Column s of a row is token s of
+    its sequence. Columns from lens[row] on are undefined. Pages without a seen token may hold NaN.
+    0 rows is legal.
     """
 
     def __call__(
@@ -65,8 +69,8 @@ class IndexTopk(Protocol):
     """The slots of the `k` best tokens that each row sees, of equal ones those that come first.
 
     scores: [rows, width] float32, width ≤ pages · page_size, undefined from lens[row] on. owners,
-    lens, page_table as in IndexScores. Returns [rows, k] int32 slots, each once, in any order; a
-    row that sees fewer than k tokens has all of them first and −1 in the rest. 0 rows is legal.
+    lens, page_table as in IndexScores. Returns [rows, k] int32 slots, each once, in any order. A
+    row that sees fewer than k tokens has all of them first, then −1. 0 rows is legal.
     """
 
     def __call__(
@@ -84,7 +88,7 @@ class IndexSelect(Protocol):
     """index_scores and index_topk in one, so that nobody keeps scores. A fusion.
 
     q, weights, cache, page_table, owners, lens as in IndexScores. Returns [rows, k] int32 slots as
-    IndexTopk does; among tokens whose scores differ by no more than their rounding, any.
+    IndexTopk does. If scores differ by no more than their rounding, any of these tokens is right.
     """
 
     def __call__(

@@ -32,17 +32,24 @@ FP4_ROUNDING = 0.2  # of e2m1: at most a fifth of a number that is no less than 
 class IndexPrologue(Protocol):
     """Norm of the index key, rotation of both, Hadamard, encoding, cache write.
 
-    q: [T, heads, d], k: [T, d] in the compute dtype, last dims contiguous, outer dims may be
-    strided; heads may be 0, where only keys are wanted. d is a power of two. k becomes
-    LayerNorm(k) · norm_weight + norm_bias (both [d] float32; biased variance plus eps). Of both,
-    the first r dims are rotated by position, cos_sin [positions, r] float32 being as in Rope: as
-    pairs (x0,x1)… if `interleaved`, as halves (xᵢ, x[i + r/2]) otherwise. Then both are multiplied
-    by the Hadamard matrix of size d (Sylvester's order) · d^-½. All of it in fp32.
-    cache: one layer in the bound index layout, in facts.index_dtype. float8_e4m3fn: scale =
-    max(amax, 1e-4) / 448 rounded up to a power of two, per key and per query head; otherwise the
-    scale is 1. Writes the keys at `slots` ([T] int64, distinct, negative ones are skipped) and
-    nothing else. Returns (queries [T, heads, d] in facts.index_dtype, scale [T, heads] float32):
-    the query is their product. T == 0 is legal.
+    * q: [T, heads, d] and k: [T, d] in the compute dtype. Last dims are contiguous, outer dims may
+      be strided. heads may be 0 if only keys are needed. d is a power of two.
+    * cos_sin: [positions, r] float32 as in Rope.
+    * cache: one layer in the bound index layout, in facts.index_dtype.
+    * slots: [T] int64, distinct; negative ones are skipped.
+
+    All of these steps run in fp32:
+
+    1. k becomes LayerNorm(k) · norm_weight + norm_bias (both [d] float32; biased variance plus
+       eps).
+    2. The first r dims of q and k are rotated by position. If `interleaved`, they are rotated as
+       pairs (x0,x1)…, otherwise as halves (xᵢ, x[i + r/2]).
+    3. Both are multiplied by the Hadamard matrix of size d (Sylvester's order) · d^-½.
+    4. Both are encoded, per key and per query head. For float8_e4m3fn, scale = max(amax, 1e-4) /
+       448 rounded up to a power of two. For other dtypes the scale is 1.
+
+    Writes the keys at `slots` and nothing else. Returns (queries [T, heads, d] in
+    facts.index_dtype, scale [T, heads] float32): the query is their product. T == 0 is legal.
     """
 
     def __call__(
@@ -63,13 +70,19 @@ class IndexPrologue(Protocol):
 class IndexEncode(Protocol):
     """Rotation of index queries, Hadamard of queries and keys, encoding, cache write.
 
-    q: [T, heads, d], k: [T, d], as CompressWindows gives them: rotated; last dims contiguous, outer
-    dims may be strided. Of q the last r dims are rotated as pairs by position, cos_sin [positions,
-    r] float32 as in Rope. If `mixed`, both are multiplied by the Hadamard matrix as in
-    IndexPrologue; d is a power of two. All of it in fp32. cache, slots, the encoding and what comes
-    back: as in IndexPrologue; or in float4_e2m1fn_x2, d a multiple of 32: of every 32 numbers scale
-    = max(amax / 6, 2⁻¹²⁶) rounded up to a power of two, the numbers by it rounded to e2m1, ties to
-    even; queries come back so rounded in q.dtype, their scale 1. T == 0 is legal.
+    * q: [T, heads, d] and k: [T, d]. k is rotated already, as CompressWindows returns it. Last dims
+      are contiguous, outer dims may be strided.
+    * cos_sin: [positions, r] float32 as in Rope. The last r dims of q are rotated as pairs by
+      position.
+    * mixed: whether both are multiplied by the Hadamard matrix as in IndexPrologue. Then d is a
+      power of two.
+    * cache, slots, the encoding and the results are as in IndexPrologue. All of it runs in fp32.
+
+    The cache may also be float4_e2m1fn_x2, with d a multiple of 32. Every 32 numbers then have
+    scale = max(amax / 6, 2⁻¹²⁶) rounded up to a power of two. The numbers divided by it are rounded
+    to e2m1, ties to even. Queries are returned in q.dtype, rounded in this way, with scale 1.
+
+    T == 0 is legal.
     """
 
     def __call__(

@@ -34,7 +34,7 @@ class MlaAbsorb(Protocol):
     head counts and dims come from facts.dims (heads, qk_nope, v, kv_lora), heads being this
     rank's. `expand(latent [T, kv_lora]) → (k_nope [T, heads, nope], v [T, heads, v])`.
     `apply_q(q_nope [T, heads, nope], q_rope [T, heads, rope]) → [T, heads, kv_lora + rope]`
-    multiplies by W_UK, and puts q_rope behind that as it is: queries of the cache's rows.
+    multiplies by W_UK, and appends q_rope unchanged: queries of the cache's rows.
     `apply_v(x [T, heads, kv_lora]) → [T, heads, v]` multiplies by W_UVᵀ.
     Accumulation in fp32, results in the input's dtype; inputs may be strided; T == 0 is legal.
     Version 1 left q_rope to its caller.
@@ -53,9 +53,9 @@ class MlaPrologue(Protocol):
     """Norm of the latent, rotation of q and k, cache write. A fusion.
 
     q: [T, heads, nope + rope]; kv: [T, kv_lora + rope]; norm_weight: [kv_lora]; positions, slots:
-    [T] int64; cos_sin as in Rope; cache as in CacheWrite. Returns (q_rope [T, heads, rope]
-    rotated, latent [T, kv_lora] normed, k_rope [T, rope] rotated), new tensors, and has written
-    latent and k_rope to the cache at the slots that are not negative.
+    [T] int64; cos_sin as in Rope; cache as in CacheWrite. Writes latent and k_rope to the cache at
+    the slots that are not negative. Returns new tensors (q_rope [T, heads, rope] rotated, latent
+    [T, kv_lora] normed, k_rope [T, rope] rotated).
     """
 
     def __call__(
@@ -76,12 +76,12 @@ class MlaInputs(Protocol):
     that owns its weights, of linears, norms, mla_absorb.apply_q and mla_prologue.
 
     `pack(weights, facts)`: MlaWeights of one format; facts.dims has hidden, q_lora, heads, qk_nope,
-    qk_rope, v and kv_lora. `apply(x, eps, positions, cos_sin, cache, slots, packed)`: x is
-    [T, hidden], positions and slots [T] int64, cos_sin as in Rope, cache as in CacheWrite. With
-    latent = norm(q_a x), the queries are q_b latent, their nope part times W_UK as in MlaAbsorb,
-    their rope part rotated; kv_a x is normed, rotated and written as MlaPrologue does. eps is that
-    of both norms. Returns (query [T, heads, kv_lora + rope], latent [T, q_lora]), new. T == 0 is
-    legal.
+    qk_rope, v and kv_lora. `apply(x, eps, positions, cos_sin, cache, slots, packed)`: x is [T,
+    hidden], positions and slots [T] int64, cos_sin as in Rope, cache as in CacheWrite. eps is that
+    of both norms. The latent is norm(q_a x), and the queries are q_b latent. Their nope part is
+    multiplied by W_UK as in MlaAbsorb, their rope part is rotated. kv_a x is normed, rotated and
+    written as in MlaPrologue. Returns new (query [T, heads, kv_lora + rope], latent [T, q_lora]). T
+    == 0 is legal.
     """
 
     def pack(self, weights: MlaWeights, facts: Facts) -> Packed: ...

@@ -30,14 +30,17 @@ reference = later(_REF)
 class MhaPrefill(Protocol):
     """Variable-length multi-head attention with log-sum-exp.
 
-    q: [Tq, heads, nope] and q_rope: [Tq, heads, rope] are the two parts of queries, k: [Tk,
-    heads, nope] and k_rope: [Tk, rope] those of keys, whose rope part all heads share; v: [Tk,
-    heads, d_v] of any width. Head dims contiguous, rows may be strided; `with_rope` joins parts.
-    Sequence i owns q_segs.lens[i] queries and k_segs.lens[i] keys (one k segment per q segment).
-    causal: query j of a sequence sees keys ≤ j + (k_len − q_len); otherwise all keys of its
-    sequence. Softmax in fp32 of (q·k + q_rope·k_rope)·scale, scale > 0.
-    Returns (out [Tq, heads, d_v] in q.dtype, lse [Tq, heads] float32, natural log). A query
-    without keys gives out 0 and lse −inf. Zero sequences or tokens are legal.
+    * q: [Tq, heads, nope] and q_rope: [Tq, heads, rope] are the two parts of queries.
+    * k: [Tk, heads, nope] and k_rope: [Tk, rope] are the parts of keys. All heads share k_rope.
+    * v: [Tk, heads, d_v] of any width.
+    * Head dims are contiguous, rows may be strided; `with_rope` joins parts.
+    * Sequence i owns q_segs.lens[i] queries and k_segs.lens[i] keys (one k segment per q segment).
+    * causal: query j of a sequence sees keys ≤ j + (k_len − q_len). Otherwise it sees all keys of
+      its sequence.
+
+    Softmax in fp32 of (q·k + q_rope·k_rope)·scale, scale > 0. Returns (out [Tq, heads, d_v] in
+    q.dtype, lse [Tq, heads] float32, natural log). A query without keys has out 0 and lse −inf.
+    Zero sequences or tokens are legal.
     """
 
     def __call__(
@@ -57,9 +60,10 @@ class MhaPrefill(Protocol):
 class MhaPrefillQuantize(Protocol):
     """QuantizeGroup of MhaPrefill's out, among new tokens alone. A fusion.
 
-    q … v, segs and scale as in MhaPrefill with q_segs = k_segs = segs, causal; group is d_v, so one
-    per head, ue8m0 as in QuantizeGroup. out is rounded to q.dtype before it is quantised. Returns
-    (codes [T, heads · d_v] float8_e4m3fn, scale [T, heads] float32, of any strides).
+    q … v, segs and scale as in MhaPrefill with q_segs = k_segs = segs, causal. `group` is d_v, so
+    each head has one scale. `ue8m0` as in QuantizeGroup. The result is rounded to q.dtype before it
+    is quantised. Returns (codes [T, heads · d_v] float8_e4m3fn, scale [T, heads] float32, of any
+    strides).
     """
 
     def __call__(

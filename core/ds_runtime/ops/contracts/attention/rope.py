@@ -25,11 +25,14 @@ cases = later("ds_runtime.ops.reference.cases")
 class Rope(Protocol):
     """Rotate interleaved pairs (x0,x1),(x2,x3)… of the last dim by the angle of each position.
 
-    q: [tokens, heads, d] and k: [tokens, d], d even, last dim contiguous, outer dims may be
-    strided (slices of wider tensors). positions: [tokens] int64. cos_sin: [max_position, d]
-    float32, cos in the first d/2 columns, sin in the rest, indexed by position (YaRN already
-    applied). (a, b) → (a·cos − b·sin, b·cos + a·sin), computed in fp32, result in the input's
-    dtype, pairs stay interleaved. Returns new contiguous tensors. tokens == 0 is legal.
+    * q: [tokens, heads, d] and k: [tokens, d], d even, last dim contiguous. Outer dims may be
+      strided (slices of wider tensors).
+    * positions: [tokens] int64.
+    * cos_sin: [max_position, d] float32, indexed by position. The first d/2 columns have cos, the
+      rest has sin. YaRN is already applied.
+
+    (a, b) → (a·cos − b·sin, b·cos + a·sin), computed in fp32. Pairs stay interleaved. Returns new
+    contiguous tensors in the input's dtype. tokens == 0 is legal.
     """
 
     def __call__(

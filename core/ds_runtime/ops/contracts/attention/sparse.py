@@ -25,11 +25,14 @@ cases = later("ds_runtime.ops.reference.cases")
 class SparseMla(Protocol):
     """Absorbed MLA over chosen slots of the paged latent cache.
 
-    q: [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part). cache: one
-    layer in the bound KV layout. slots: [rows, n] int32, any n ≥ 1, each row's slots distinct;
-    negative ones are no token and may stand anywhere. kv_lora: width of the latent. Softmax in
-    fp32 of q·k·scale over a row's slots. Returns [rows, heads, kv_lora] in q.dtype; a row without
-    slots gives 0. Slots that are not named may hold NaN. 0 rows is legal.
+    * q: [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part).
+    * cache: one layer in the bound KV layout.
+    * slots: [rows, n] int32, any n ≥ 1. The slots of a row are distinct. Negative ones are padding
+      and may stand anywhere.
+    * kv_lora: width of the latent.
+
+    Softmax in fp32 of q·k·scale over a row's slots. Returns [rows, heads, kv_lora] in q.dtype, with
+    0 for a row without slots. Slots that are not named may hold NaN. 0 rows is legal.
     """
 
     def __call__(

@@ -28,12 +28,15 @@ cases = later("ds_runtime.ops.reference.cases")
 class NormRope(Protocol):
     """RMS norm of each head, then rotation of its last dims.
 
-    x: [tokens, heads, d], last dim contiguous; weight: [d] float32, or None. In fp32: y = x /
-    sqrt(mean(x²) + eps) · weight. Then the last r dims of y are rotated as pairs by each position;
-    positions [tokens] int64 and cos_sin [max_position, r] float32 as in Rope. group > 0: the first
-    d − r dims, in groups of so many (the last may be shorter), are rounded to e4m3 times a power of
-    two, as in QuantizeGroup with ue8m0. Returns a new contiguous [tokens, heads, d] in x.dtype.
-    tokens == 0 is legal.
+    * x: [tokens, heads, d], last dim contiguous.
+    * weight: [d] float32, or None.
+    * positions: [tokens] int64 and cos_sin: [max_position, r] float32 as in Rope.
+    * group: 0, or the number of dims that are rounded together.
+
+    In fp32: y = x / sqrt(mean(x²) + eps) · weight. Then the last r dims of y are rotated as pairs
+    by each position. If group > 0, the first d − r dims are rounded to e4m3 times a power of two
+    per group, as in QuantizeGroup with ue8m0. The last group may be shorter. Returns a new
+    contiguous [tokens, heads, d] in x.dtype. tokens == 0 is legal.
     """
 
     def __call__(
@@ -60,19 +63,22 @@ class RopeBack(Protocol):
 class CompressWindows(Protocol):
     """Rows of tokens become compressed entries, one for every r tokens, where a window closes.
 
-    rows: [tokens, 2 · w], values in the first w columns, scores in the rest; rows may be strided.
-    ape: [r, w] float32; norm_weight: [d] float32; w = d, or w = 2 · d: overlapping windows.
-    positions: [tokens] int64; blocks: [tokens] int64, the block of each row's sequence in `state`,
-    negative ones are padding. Rows of a sequence stand together, their positions rise by one.
-    state: [blocks, entries, 2 · w] float32: the row of position p, its score with ape[p % r] added,
-    in entry p % entries; at least r − 1 entries, or 2 · r − 1 of overlapping windows. What lies in
-    front of position 0 counts for nothing.
-    Where (p + 1) % r == 0: per dim, the softmax of the scores of positions p − r + 1 … p weighs
-    their values. Of overlapping windows it is that of their second d columns together with the
-    first d columns of the r positions in front of those. The sum is normed as in NormRope, rotated
-    by position p − r + 1, its other dims rounded if group > 0. All of it in fp32. Then `state` gets
-    each sequence's last rows, as many as it has entries. Returns a new contiguous [tokens, d] in
-    rows.dtype, 0 where no window closes. tokens == 0 is legal.
+    * rows: [tokens, 2 · w], values in the first w columns, scores in the rest. Rows may be strided.
+    * ape: [r, w] float32. norm_weight: [d] float32. w = d, or w = 2 · d for overlapping windows.
+    * positions: [tokens] int64. The rows of a sequence are adjacent, their positions rise by one.
+    * blocks: [tokens] int64, the block of each row's sequence in `state`. Negative ones are
+      padding.
+    * state: [blocks, entries, 2 · w] float32. Entry p % entries has the row of position p, with
+      ape[p % r] added to its score. There are at least r − 1 entries, or 2 · r − 1 for overlapping
+      windows. Entries from before position 0 are ignored.
+
+    A window closes at each position p with (p + 1) % r == 0. Per dim, the softmax of the scores of
+    positions p − r + 1 … p weighs their values. With overlapping windows the softmax is over the
+    second d columns of these positions and the first d columns of the r positions before them. The
+    sum is normed as in NormRope and rotated by position p − r + 1. Its other dims are rounded if
+    group > 0. All of it runs in fp32. Then `state` gets each sequence's last rows, as many as it
+    has entries. Returns a new contiguous [tokens, d] in rows.dtype, 0 where no window closes.
+    tokens == 0 is legal.
     """
 
     def __call__(
@@ -92,15 +98,20 @@ class CompressWindows(Protocol):
 class WindowSparse(Protocol):
     """Attention over the last tokens of a sequence and over compressed entries, with sinks.
 
-    q: [tokens, heads, d], d = kv_lora + rope; what is cached is key and value. sink: [heads]
-    float32. kv: [tokens, d], rows of these tokens that `recent` lacks, or None: it has them.
-    recent: one layer in the bound KV layout; the token at position p of a sequence is in entry p %
-    entries of its block. positions, blocks: as in CompressWindows; a row of padding gives 0. A row
-    sees positions p − window + 1 … p, none below 0, and the entries of `compressed`, one layer in
-    the same layout, at slots [tokens, n] int32, n ≥ 0, distinct in a row; negative ones are none
-    and may stand anywhere. Softmax in fp32 of q·k·scale over both; exp(sink) is added to its
-    denominator. Entries that no row sees may hold NaN. Returns (o [tokens, heads, d] in q.dtype,
-    log of the denominator [tokens, heads] float32, −inf for padding). tokens == 0 is legal.
+    * q: [tokens, heads, d], d = kv_lora + rope. A cached entry is both key and value.
+    * sink: [heads] float32.
+    * kv: [tokens, d], the entries of these tokens if `recent` lacks them, or None if it has them.
+    * recent: one layer in the bound KV layout. Entry p % entries of a sequence's block has the
+      token at position p.
+    * positions, blocks: as in CompressWindows. A row of padding returns 0.
+    * compressed: one layer in the same layout.
+    * slots: [tokens, n] int32, n ≥ 0, distinct in a row. Negative ones are padding and may stand
+      anywhere.
+
+    A row sees positions p − window + 1 … p, none below 0, and the entries of `compressed` at its
+    slots. Softmax in fp32 of q·k·scale over both; exp(sink) is added to its denominator. Entries
+    that no row sees may hold NaN. Returns (o [tokens, heads, d] in q.dtype, log of the denominator
+    [tokens, heads] float32, −inf for padding). tokens == 0 is legal.
     """
 
     def __call__(
