@@ -110,8 +110,8 @@ class EngineConfig:
     )
     dist_token_file: str | None = setting(
         None,
-        "file of a secret that all machines share. It encrypts the messages of rank 0 (needed if "
-        "--dist-init-addr is no loopback address)",
+        "file of a secret that all machines share and prove to each other. It encrypts what rank 0 "
+        "sends (needed if --dist-init-addr is no loopback address)",
     )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
@@ -139,8 +139,9 @@ class EngineConfig:
     )
     kv_memory: int | None = setting(
         None,
-        "memory for the KV cache, e.g. 2GB (default: the rest of nine tenths of a device after "
-        "weights and steps; on a CPU the smaller of 8 contexts and 25 % of free memory)",
+        "memory for the KV cache, e.g. 2GB (default: what weights and steps leave of a device. "
+        "Weights and cache take nine tenths of it at most. On a CPU: the smaller of 8 full "
+        "contexts and 25 % of free memory)",
         size=True,
         least=1,
     )
@@ -221,7 +222,7 @@ class EngineConfig:
         "32, lazily)",
     )
     max_graph_size: int | None = setting(
-        None, "largest decode step to capture unasked, by requests (default: all)", least=1
+        None, "largest decode step to capture automatically, by requests (default: all)", least=1
     )
     disable_prefill_graph: bool = setting(
         False,
@@ -235,7 +236,7 @@ class EngineConfig:
         "--max-prefill-graph-size; with one rank some while idle)",
     )
     max_prefill_graph_size: int = setting(
-        1024, "largest step with prompts to capture unasked, by number of tokens", least=1
+        1024, "largest step with prompts to capture automatically, by number of tokens", least=1
     )
     speculative_algorithm: str | None = setting(
         None,

@@ -21,15 +21,14 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting(
         (),
         "require this bearer token on every route but /health, /ping, /metrics and the dashboard's "
-        "files; "
-        "may be given several times, and nobody learns of another key's prompts",
+        "files. It may be repeated. No key reveals the prompts of another",
         repeatable=True,
     )
     api_key_file: str | None = setting(
         None, "file of more keys, one a line: those on the command line are seen by all processes"
     )
     admin_api_key: str | None = setting(
-        None, "key without which nobody flushes the cache, profiles, or loads adapters"
+        None, "only this key may flush the cache, profile, and load adapters"
     )
     ssl_certfile: str | None = setting(None, "PEM file with the certificate: serve HTTPS")
     ssl_keyfile: str | None = setting(None, "PEM file with the certificate's key")
@@ -59,7 +58,7 @@ class ServerConfig:
     )
     on_engine_death: str = setting(
         "restart",
-        "when an engine process dies or hangs: start it anew, or end the server",
+        "when an engine process dies or hangs: restart it, or end the server",
         choices=("restart", "exit"),
     )
     max_engine_restarts: int = setting(

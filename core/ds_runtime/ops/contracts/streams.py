@@ -191,5 +191,5 @@ class StreamOps(Area):
             },
             step=("",),
         ),
-        summary="the residual streams as one, in front of the head",
+        summary="the residual streams as one, before the head",
     )

@@ -68,7 +68,7 @@ class CacheGather(Protocol):
 
 
 class CacheMove(Protocol):
-    """Copy cached tokens from slot to slot, in place: what is kept of a tree of drafts.
+    """Copy cached tokens from slot to slot, in place: the accepted branch of a tree of drafts.
 
     sources, targets: [sequences, n] int64 slots, distinct among the targets. A pair with a negative
     source is skipped. Sequences have no slot in common. Within a sequence the order of pairs

@@ -85,7 +85,7 @@ class IndexTopk(Protocol):
 
 
 class IndexSelect(Protocol):
-    """index_scores and index_topk in one, so that nobody keeps scores. A fusion.
+    """index_scores and index_topk in one, without storing the scores. A fusion.
 
     q, weights, cache, page_table, owners, lens as in IndexScores. Returns [rows, k] int32 slots as
     IndexTopk does. If scores differ by no more than their rounding, any of these tokens is right.

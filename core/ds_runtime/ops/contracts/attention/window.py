@@ -321,7 +321,7 @@ class WindowOps(Area):
         plain=True,
         compiles=True,
         cost=Cost({"": (_heads_inputs, _back)}, size=by_latent),
-        summary="rotation of what attention gave, back",
+        summary="rotation of the output of attention, back",
     )
     compress_windows: CompressWindows = op(
         reference=f"{_REF}:compress_windows",
