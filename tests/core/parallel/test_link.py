@@ -124,6 +124,45 @@ def test_two_nodes_of_one_number_are_refused(tmp_path):
     assert all("came twice" in str(one.found) for one in found)
 
 
+@pytest.mark.parametrize("others_number", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_one_that_only_said_that_it_is_here_is_refused_and_hears_no_plan(
+    address, others_number, first
+):
+    """A second machine of one number that decides yet, when all that are needed have said hello."""
+    leader = Leader(address, OWN, differ, 1 if address.startswith("tcp") else 0)
+    late, begun = Member(address), threading.Event()
+    if first:
+        late.arrive(others_number)
+        late.arrive(others_number)
+    one, two = (msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2))
+
+    def check():
+        begun.set()
+
+    with others(address, one, (0.6, two)) as found:
+        met = threading.Thread(target=leader.wait, args=("file:///there", 20, check))
+        met.start()
+        if not first:
+            assert begun.wait(20)
+            time.sleep(0.2)
+            late.arrive(others_number)
+        met.join()
+        leader.send(Word("a prompt of somebody"))
+        with pytest.raises(ConfigError, match=rf"rank {others_number}\b.* came twice: give every"):
+            late.greet(msgspec.structs.replace(OWN, rank=others_number, plan="another"), 5)
+        leader.send(Word("and another"))
+        assert late.receive(200) is None
+        late.tell(b"an answer that is none")
+        assert leader.told(200) == []
+        leader.leave()
+        leader.close()
+    late.close()
+    assert [each.found for each in found] == [
+        ["file:///there", "a prompt of somebody", "and another"]
+    ] * 2
+
+
 def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):
     monkeypatch.setattr(leader_module, "LATE", 0.2)
     port = free_port("")
