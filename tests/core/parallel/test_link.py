@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import create_connection, create_server
@@ -274,6 +275,52 @@ def test_connections_that_ended_before_a_rank_came_are_not_its_own():
     leader.leave()
     leader.close()
     member.close()
+
+
+@contextmanager
+def told_by_two(tmp_path):
+    """Rank 0 of one machine, and two others that have been welcomed and may be told of."""
+    address = f"ipc://{tmp_path}/r"
+    leader, members = Leader(address, OWN, differ), [Member(address) for _ in range(2)]
+    mates = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(one.greet, own, 20) for one, own in zip(members, mates, strict=True)]
+        leader.wait("there", 20, lives)
+        assert [one.result() for one in met] == ["there"] * 2
+    yield leader, members
+    leader.part()
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize("milliseconds", [0, 2, 200])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_waits_for_answers_hears_that_one_has_gone(tmp_path, milliseconds, gone):
+    """Nobody else looks meanwhile. What others answer before is taken."""
+    with told_by_two(tmp_path) as (leader, members):
+        members[1 - gone].tell(b"before")
+        begin, found = time.monotonic(), []
+        while not found and time.monotonic() < begin + 5:
+            found = leader.told(milliseconds)
+        assert found == [b"before"]
+        members[gone].close()
+        with pytest.raises(EngineDeadError, match=f"^rank {gone + 1} has left, or cannot be"):
+            while time.monotonic() < begin + 10:
+                leader.told(milliseconds)
+                time.sleep(0.001)
+        assert time.monotonic() - begin < 5
+
+
+def test_one_that_answers_late_is_waited_for(tmp_path):
+    with told_by_two(tmp_path) as (leader, members):
+        late = threading.Timer(1.5, members[0].tell, (b"late",))
+        late.start()
+        found = list[bytes]()
+        deadline = time.monotonic() + 10
+        while not found and time.monotonic() < deadline:
+            found = leader.told(2)
+        assert found == [b"late"]
+        late.join()
 
 
 @pytest.mark.parametrize("who", ["leader", "member"])
