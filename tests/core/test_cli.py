@@ -216,6 +216,9 @@ def test_sizes(text: str, size: int | None) -> None:
         (["bench"], "required: KIND"),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
         (["plan", "dif"], "did you mean 'diff'?"),
+        (["plan", "demo"], "'demo' is not one of show, lock, diff; a model is --model demo"),
+        (["plan", "/models/r1"], "a model is --model /models/r1"),
+        (["plan", "", "--port", "1"], "'' is not one of show, lock, diff"),
     ],
 )
 def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str], said: str) -> None:

@@ -81,8 +81,10 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_other_commands_read_the_same_file(tmp_path: Path) -> None:
-    engine, _, server, _ = parse("--config", write(tmp_path, EVERYTHING), verb="plan")
+    path = write(tmp_path, EVERYTHING)
+    engine, _, server, _ = parse("--config", path, "prompt", verb="generate")
     assert engine.tp == 2 and server == ServerConfig()
+    assert parse("--config", path, verb="plan") == parse("--config", path)  # of one command line
 
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ds_runtime.cli import build_parser
 from ds_runtime.cli.help import COMMON, INDENT, LINES
+from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig, ServerConfig
 
 
@@ -72,6 +73,22 @@ def test_help_counts_what_it_leaves_out(parser: argparse.ArgumentParser) -> None
     tail = " ".join(said.partition("Flags left out:")[2].split())
     assert sum(map(int, re.findall(r"\d+", tail))) == len(first - shown)
     assert ("--help-all" in said) or not first - shown
+
+
+@pytest.mark.parametrize("longs", [0, 1, 70])
+def test_flags_of_a_plugin_s_verb_may_be_short(longs: int) -> None:
+    """Also those of more than a screen."""
+    parser = Parser(prog="ds-runtime theirs", description="Does it. And more.")
+    for number in range(70):
+        long = [f"--long-{number}"] if number < longs else []
+        parser.add_argument(f"-{chr(0x4E00 + number)}", *long, metavar="X", help=f"number {number}")
+    assert len(argparse.ArgumentParser.format_help(parser).splitlines()) > LINES
+    said = parser.format_help()
+    for number in range(70):
+        name = f"--long-{number}" if number < longs else f"-{chr(0x4E00 + number)}"
+        (line,) = re.findall(rf"^  {name} X +(.*)$", said, re.MULTILINE)
+        assert line == f"number {number}"
+    assert said.startswith("usage: ds-runtime theirs [-h] [--FLAG …]") and "left out" not in said
 
 
 def test_common_flags_are_settings_and_have_one_line() -> None:

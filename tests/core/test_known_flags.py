@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from argparse import Namespace
+from dataclasses import fields
 from functools import cache
 
 import pytest
@@ -15,7 +17,8 @@ from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.run.serve import configs
-from ds_runtime.config import EngineConfig
+from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.fields import flag_of
 from ds_runtime.config.spelling import Known, Spelling, add_spellings, engines, refused
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.backends import backend_pins
@@ -378,6 +381,59 @@ def test_the_rest_of_the_commands_know_them_where_they_have_the_field():
     parser, _ = build_parser()
     namespace = parser.parse_args(["plan", "--tp-size", "2", "--device", "h200", "--dp", "1"][:5])
     assert build(EngineConfig, namespace)[0].tp == 2 and namespace.device == "h200"
+
+
+def of_verb(parser, verb):
+    return next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[
+        verb
+    ]
+
+
+def words_of(action):
+    """What its flag may take, as its own table says."""
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [str([*action.choices][-1])]
+    for text in ("3", "0.5", "1GB", "x=y"):
+        try:
+            return [text] if action.type is None or action.type(text) is not None else []
+        except (ValueError, argparse.ArgumentTypeError):
+            continue
+    raise AssertionError(f"nothing fits {action.option_strings}")
+
+
+def test_plan_takes_the_server_s_command_line():
+    """Flag by flag; `--device` alone means another thing there."""
+    parser, _ = build_parser()
+    served = [
+        (flag, a)
+        for a in of_verb(parser, "serve")._actions
+        for flag in a.option_strings
+        if flag not in ("-h", "--help", "--help-all", "--config", "--device")
+    ]
+    names = {f.name for c in (EngineConfig, ServerConfig) for f in fields(c)}
+    seen = set()
+    for flag, action in served:
+        words = [flag, *words_of(action)]
+        try:
+            wanted = vars(parser.parse_args(["serve", *words]))
+        except ConfigError:
+            continue  # another engine's, which has a sentence
+        found = vars(parser.parse_args(["plan", *words]))
+        assert {name: wanted[name] for name in names & wanted.keys()} == {
+            name: found[name] for name in names & found.keys()
+        }, words
+        seen |= names & wanted.keys()
+    assert seen == names
+
+
+def test_plan_hides_flags_that_decide_nothing():
+    parser, _ = build_parser()
+    said = argparse.ArgumentParser.format_help(of_verb(parser, "plan"))
+    assert "--tp " in said
+    for f in fields(ServerConfig):
+        assert flag_of(f.name) not in re.findall(r"--[\w-]+", said)
 
 
 @pytest.mark.parametrize("verb", ["one-batch", "speculative", "ops", "accuracy"])

@@ -13,7 +13,7 @@ from vendor import command, place, scored
 
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
-from ds_runtime_kit.scaffold import files, write_plugin
+from ds_runtime_kit.scaffold import KINDS, PLATFORM, files, write_plugin
 
 NAME = "septima"
 
@@ -44,6 +44,20 @@ def test_a_loaders_package_has_its_own_files_and_those_of_all() -> None:
     assert f"ds_runtime_{NAME}/platform.py" not in written
     common = {f"ds_runtime_{NAME}/py.typed", "tests/conftest.py", ".gitignore"}
     assert common <= written.keys() & dict(files(NAME)).keys()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {PLATFORM}))
+@pytest.mark.parametrize("turned", [False, True])
+def test_it_brings_one_thing(
+    kind: str, turned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two flags that say so are refused where they differ, whichever comes first."""
+    flags = [["--with", kind], ["--platform"]]
+    args = [word for flag in (flags[::-1] if turned else flags) for word in flag]
+    assert main(["new-plugin", NAME, *args, "--into", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "not allowed with argument" in said and "--with" in said and "--platform" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "9lives", "a-b", "class", "a_", "a b", "../x"])

@@ -35,7 +35,6 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
     assert not found, "\n".join([name(page), *found])
 
 
-
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """The parser of every verb and of the verbs below it."""
     todo: list[argparse.ArgumentParser] = [build_parser()[0]]

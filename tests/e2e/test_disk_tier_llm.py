@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import random
 import re
@@ -143,6 +144,64 @@ def test_an_engine_that_is_killed_leaves_what_another_may_read(tiny, tmp_path, p
     for mine, theirs in zip(again, cold, strict=True):
         assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-4)
     assert again[0][2]["storage"] == (112 if pages > 20 else again[0][2]["storage"])
+
+
+DEATH = """
+    import json, os, signal, sys, time
+    import psutil
+    from ds_runtime import LLM, SamplingParams
+    from ds_runtime.errors import EngineDeadError
+
+    if __name__ == "__main__":
+        model, given, seconds = json.loads(sys.argv[1])
+        llm = LLM(model, **given)
+        prompts = [[number, *range(2, 130)] for number in range(2, 8)]
+        llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+        (other,) = llm.pids
+        os.kill(other, signal.SIGKILL)
+        time.sleep(seconds)
+        begin = time.monotonic()
+        try:
+            llm.close()
+            print("closed")
+        except EngineDeadError as e:
+            print(f"{e}, after {time.monotonic() - begin:.1f} s")
+        print("alive", psutil.pid_exists(other), "on")
+    """
+
+
+@pytest.mark.parametrize(
+    ("policy", "disk", "seconds"),
+    [
+        ("write_back", True, 0.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("write_through", True, 0.0),
+                ("write_back", True, 2.0),
+                ("write_through", True, 2.0),
+                ("write_back", False, 0.0),
+            ]
+        ),
+    ],
+)
+def test_closing_ends_soon_where_another_rank_has_died(tiny, tmp_path, policy, disk, seconds):
+    """Though the disk waits for what that one writes: it says so, and the caller goes on."""
+    given = {**SETTINGS, "tp": 2, "hicache_write_policy": policy}
+    if disk:
+        given["disk_cache"] = str(tmp_path / "cache")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DEATH))
+    command = [sys.executable, str(script), json.dumps([str(tiny), given, seconds])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as done:
+        try:
+            said, _ = done.communicate(timeout=60)
+        finally:
+            done.kill()
+    told, left = said.splitlines()
+    found = re.fullmatch(r"engine rank 1 was ended by SIGKILL.*, after (\d+\.\d) s", told)
+    assert found is not None, told
+    assert float(found[1]) < 10 and left == "alive False on"
 
 
 def test_other_weights_find_nothing(tiny, tmp_path):

@@ -160,13 +160,13 @@ def pieces(
     mark: str,
     ids: Sequence[int],
     offsets: Iterable[tuple[int, int]],
-    added: frozenset[int],
+    control: frozenset[int],
 ) -> Iterator[tuple[str | None, list[int]]]:
     """Of marked text that was encoded as it is, in parts: (None, ids that are right), or
-    (text to be encoded without added tokens, [])."""
+    (text to be encoded where no `control` token is known, [])."""
     last, since = 0, list[int]()
     for token, (begin, end) in zip(ids, offsets, strict=True):
-        if token not in added or text[max(begin - 1, 0) : begin] == mark:
+        if token not in control or text[max(begin - 1, 0) : begin] == mark:
             since.append(token)
             continue
         yield _piece(text[last:begin], mark, since)

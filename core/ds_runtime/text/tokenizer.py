@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ds_runtime.checkpoint.base import part_of
@@ -156,8 +157,15 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> tuple[str, ...]:
-        """The texts that become tokens of their own wherever they stand."""
-        return tuple(t.content for t in self.backend.get_added_tokens_decoder().values())
+        """The texts that become tokens which only templates write, wherever they stand. Characters
+        that older tokenizers have as ordinary added tokens, such as õ, are not among them."""
+        return tuple(t.content for t in self._control.values())
+
+    @cached_property
+    def _control(self) -> dict[int, AddedToken]:
+        """Those tokens by their ids."""
+        added: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
+        return {i: t for i, t in added.items() if t.special or len(t.content) > 1}
 
     def split(self, text: str, add_special: bool, mark: str = "") -> list[int]:
         """Ids of `text`, right as tokenizer.json makes them, in this process."""
@@ -174,22 +182,31 @@ class Tokenizer:
 
     def _split_marked(self, text: str, mark: str) -> list[int]:
         found = self.backend.encode(text, add_special_tokens=False)
-        added = frozenset(self.backend.get_added_tokens_decoder())
+        control = frozenset(self._control)
         out: list[int] = []
-        for said, ids in pieces(text, mark, found.ids, found.offsets, added):
+        for said, ids in pieces(text, mark, found.ids, found.offsets, control):
             out += ids if said is None else self._split_text(said)
         return out
 
     def _split_text(self, text: str) -> list[int]:
-        """Ids of `text` where no added token is known."""
-        normalizer, cut, model = (
-            self.backend.normalizer,
-            self.backend.pre_tokenizer,
-            self.backend.model,
-        )
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        words = [text] if cut is None else [word for word, _ in cut.pre_tokenize_str(text)]
-        return [token.id for word in words for token in model.tokenize(word)]
+        """Ids of `text` where no token is known that only templates write."""
+        plain, own = self._plain
+        return [own.get(i, i) for i in plain.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _plain(self) -> tuple[Backend, dict[int, int]]:
+        """The same tokenizer without those tokens, and what the ids are here of added ones that it
+        has under others. The model itself is shared."""
+        plain = Backend(self.backend.model)
+        if (normalizer := self.backend.normalizer) is not None:
+            plain.normalizer = normalizer
+        if (cut := self.backend.pre_tokenizer) is not None:
+            plain.pre_tokenizer = cut
+        added = self.backend.get_added_tokens_decoder()
+        ordinary = {i: t for i, t in sorted(added.items()) if i not in self._control}
+        plain.add_tokens([*ordinary.values()])
+        ids = {t.content: i for i, t in ordinary.items()}
+        return plain, {i: ids[t.content] for i, t in plain.get_added_tokens_decoder().items()}
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_disk_tier import LONG, Remembered, asked, data
+from msgspec.structs import replace
+from test_disk_tier import LONG, HostBytes, Remembered, asked, data
 from toy_model import ToyDevice, toy
 
 from ds_runtime.engine.step.plan import StepPlan
+from ds_runtime.errors import EngineDeadError
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import LOST, DiskHand
 from ds_runtime.kv.tiers.host import BACK, POLICIES
 from ds_runtime.kv.tiers.linked import DiskFollower, DiskLink, LinkedHands
+from ds_runtime.kv.tiers.slots import TierSlots
+from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.link.member import Member
+from ds_runtime.parallel.link.messages import Hello
 from examples import examples
 
 
@@ -144,6 +151,40 @@ def test_an_error_of_a_rank_s_own_comes_out():
     own.open[0].set_exception(MemoryError("there is none"))
     with pytest.raises(MemoryError):
         asked_for.result(0)
+
+
+@pytest.mark.parametrize("waits", ["drain", "go_on", "close"])
+def test_who_waits_for_the_file_of_a_rank_that_died_learns_it(tmp_path, waits):
+    """Over the real link of one machine: the wait ends in seconds, with why."""
+    address, own = f"ipc://{tmp_path}/link", Hello(0, 2, "{}")
+    leader, member = Leader(address, own, lambda here, there: []), Member(address)
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(member.greet, replace(own, rank=1), 20)
+        leader.wait("there", 20, lambda: None)
+        assert met.result() == "there"
+    files = DiskFolder(tmp_path / "cache", 10**6)
+    hands = LinkedHands(DiskLink(leader.send, leader.told), 0, DiskHand(files, HostBytes(8)), 1)
+    disk, slots = Disk(files, hands), TierSlots(8)
+    slots.adopt(bytes(32), slots.reserve())
+    disk.save(slots, "page", 0, bytes(32))
+    disk.poll(idle=True)
+    assert disk.lags and member.receive(5000) is not None, "it has been told, and never answers"
+    member.close()
+    raised = list[BaseException]()
+
+    def wait():
+        try:
+            while disk.lags:
+                getattr(disk, waits)(*([0.1] if waits == "go_on" else []))
+        except EngineDeadError as e:
+            raised.append(e)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(8)
+    assert not waiting.is_alive() and "rank 1 has left" in str(raised[0])
+    leader.part()
+    hands.close()
 
 
 def engine(folder, known, policy, pages, host):

@@ -24,7 +24,7 @@ from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import OWN, Realm
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.hand import DiskHand
+from ds_runtime.kv.tiers.hand import LOST, DiskHand
 from ds_runtime.kv.tiers.host import POLICIES, own_root
 from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.roots import SharedRoots
@@ -399,6 +399,35 @@ def test_a_disk_closes_while_it_reads(tmp_path, reads):
     disk.close()
     slots.check()
     assert not disk.lags and not slots._reserved
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("kinds", [["page"], ["state"], ["page", "state"]])
+def test_what_is_forgotten_nobody_reads_from_then_on(tmp_path, part, kinds):
+    """Neither this process nor another, however far the writing thread is behind; and what was
+    being written is not there later."""
+    both = [DiskFolder(tmp_path / "cache", 10**6) for _ in range(2)]
+    hand = DiskHand(both[0], HostBytes(1), part=part)
+    own, left = hand._own(NAME), {"page", "state"} - {*kinds}
+    for kind in ("page", "state"):
+        hand.write(kind, 0, NAME).result(10)
+        assert both[1].has(own, kind)
+    goes_on = threading.Event()
+    behind = hand._writer.submit(goes_on.wait, 20)
+    written = [hand.write(kind, 0, named(5)) for kind in ("page", "state")]
+    again = hand._own(named(5))
+    hand.forget(NAME, kinds)
+    hand.forget(named(5), kinds)
+    for kind in kinds:
+        assert not any(one.has(own, kind) for one in both)
+        assert not both[1].read(own, kind, views(bytes(100)))
+        assert hand.read(kind, 0, NAME).result(10) == LOST
+    assert not behind.done(), "nobody has waited for the thread that writes"
+    goes_on.set()
+    assert [one.result(10) for one in written] == [100, 100]
+    hand.close()
+    for name in (own, again):
+        assert {kind for kind in ("page", "state") if both[1].has(name, kind)} == left
 
 
 class Remembered(dict):

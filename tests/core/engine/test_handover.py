@@ -6,6 +6,8 @@ a plain computation gives, or the rig says which page was stale.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from fake_device import VOCAB
@@ -206,6 +208,48 @@ def test_a_lease_ends_with_time_and_its_reader_keeps_nothing(ends):
         assert there.handover.leases._leases
     settled(here, there)
     assert here.answers["u"].tokens == 40
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-3, 0.1, 0.9, leases.LEAST, 30.0])
+def test_a_lease_of_no_time_is_renewed_as_one_of_a_second_and_lives_as_long(ends, seconds):
+    """However often its reader looks: whoever makes offers does not drown in what they say."""
+    here, there = ends
+    there.asked("a", LONG)
+    here.pull("t", LONG, there.hold(LONG, seconds))
+    said, notify = [], here.transfer.notify
+
+    def noted(peer, data):
+        said.append(here.clock[0])
+        notify(peer, data)
+
+    here.transfer.notify = noted
+    for moment in range(600):
+        here.clock[0] = moment / 200
+        here.handover._renew(here.clock[0])
+        there.poll()
+        assert there.handover.leases._leases
+    apart = [after - before for before, after in pairwise([0.0, *said])]
+    assert all(each >= max(seconds, leases.LEAST) / 3 for each in apart)
+    assert len(said) <= 9
+    settled(here, there)
+    assert here.answers["t"].tokens == 40
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-3, 0.5, leases.LEAST, 2.5])
+def test_a_lease_lives_a_second_at_least_from_its_reader_s_last_word(ends, seconds):
+    here, there = ends
+    there.asked("a", LONG)
+    here.pull("t", LONG, there.hold(LONG, seconds))
+    there.poll()
+    life = max(seconds, 1.0)
+    here.clock[0] = life - 0.01
+    there.poll()
+    assert there.handover.leases._leases
+    here.clock[0] = life + 0.01
+    there.poll()
+    assert not there.handover.leases._leases
+    settled(here, there)
+    assert here.answers["t"].refused and here.rig.prefix.num_cached == 0
 
 
 def test_a_pull_ends_though_its_peer_says_nothing(ends):

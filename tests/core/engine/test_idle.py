@@ -101,3 +101,22 @@ def test_peers_are_looked_after_without_work_and_without_noise(running):
     assert told == 1
     to.send(encoder.encode(Abort(["none"])))
     assert sink.poll(5000), "something may have changed"
+
+
+def test_all_is_prepared_while_others_may_still_read_pages(running):
+    """A lease that waits for its reader, for an hour perhaps, is no haste."""
+    engine, _, desk, _ = running
+    desk.busy = True
+    deadline = time.monotonic() + 5
+    while engine.left >= 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.left < 0
+
+
+def test_nothing_is_prepared_while_pages_move(running):
+    engine, to, desk, _ = running
+    desk.busy = desk.moves = True
+    desk.turn = 1
+    to.send(encoder.encode(Abort(["none"])))
+    time.sleep(0.4)
+    assert engine.left == 5

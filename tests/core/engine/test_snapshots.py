@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_device import Rig, next_token
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.schedule.ledger import Holdings
 from ds_runtime.engine.schedule.request import Request, State
 from ds_runtime.kv import snapshots
 from ds_runtime.kv.caches import allocate, copy_states
@@ -272,3 +273,43 @@ def test_copies_are_made_one_after_the_other(copies, undo):
             cache[target] = cache[source].clone()
     copy_states(caches, copies)
     assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
+
+
+@given(
+    shared=st.lists(st.integers(0, 24), min_size=2, max_size=3),
+    own=st.integers(0, 24),
+    computed=st.integers(0, 6),
+)
+@example(shared=[20, 14], own=20, computed=0)
+@settings(max_examples=examples(150), deadline=None)
+def test_asking_groups_for_a_place_changes_the_chosen_one_alone(shared, own, computed):
+    """Nobody of another group keeps a snapshot for a prompt that never comes there."""
+    common, running = list(range(100, 124)), []
+
+    def group():
+        made = Snapshots(SIZE, ROWS, 4)
+        return Pages(PagePool(64), PrefixCache(SIZE, made), SIZE, made)
+
+    def request(number, length):
+        prompt = [*common[:length], *[number] * 5]
+        submit = Submit(rid=f"{number}", prompt=prompt, params=SamplingParams(), seed=0)
+        return Request.create(submit, (0, number), (), 200)
+
+    holdings = Holdings([group() for _ in shared], 8)
+    for number, length in enumerate(shared):
+        one, pages = request(number, length), holdings.groups[number]
+        assert pages.take(one, pages.match(one, True), number)
+        one.state, one.group, one.num_computed = State.RUNNING, number, SIZE * computed
+        running.append(one)
+    asking = request(9, own)
+    known = [
+        pages.ahead(asking, pages.match(asking, True), here=False) for pages in holdings.groups
+    ]
+    assert not asking.branches and not any(one.branches for one in running)
+    taken = holdings.take(asking, True)
+    changed = {number for number, one in enumerate(running) if one.branches}
+    if asking.behind is not None:
+        assert not taken and changed <= {asking.behind.group}
+        assert (asking.behind_pages, asking.behind) == known[asking.behind.group]
+    else:
+        assert taken and changed <= {asking.group}

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_harness import decide
 
 from ds_runtime.assembly.crossing import Crossing, takes_codes
 from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.model.layers import Codes, ExpertsLayer
 from ds_runtime.model.moe import MoeMlp
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
+from ds_runtime.weights.loader import Loader
 from ds_runtime_kit.models.tiny import write_tiny_fp8
 from examples import examples
 from thread_members import Member, Shared
@@ -123,6 +125,63 @@ def test_they_are_agreed_on_when_weights_are_read(folder):
     assert all(fresh.layer(rank).coded for rank in range(2))
     own = Ranks(decided(folder, 2, pin=()))
     assert not any(own.layer(rank).coded for rank in range(2))
+
+
+class Says(ExpertsLayer):
+    """Experts that make these codes of calls by their rows; None: of those they make none."""
+
+    def __init__(self, by_rows):
+        self.by_rows = by_rows
+
+    def quantized(self, rows, x):
+        assert x.shape == (1, HIDDEN)
+        made = self.by_rows.get(rows, self.by_rows[0])
+        return None if made is None else Codes(x.mul(made).round().to(torch.int8), x[:, :1])
+
+
+def agreed(tables):
+    """What each rank finds, given what it makes by the rows of a call."""
+    shared, ranks = {"": Shared(len(tables))}, tuple(range(len(tables)))
+
+    def one(rank):
+        loader = SimpleNamespace(
+            config=SimpleNamespace(hidden=HIDDEN),
+            device=CPU,
+            dtype=torch.float32,
+            comm=Member(shared, ranks, rank),
+        )
+        given = tables[rank]
+        experts = Says(given) if given is not None else SimpleNamespace()
+        return Loader.agree_on_codes(loader, experts)
+
+    with ThreadPoolExecutor(len(tables)) as pool:
+        return list(pool.map(one, ranks))
+
+
+CODE = st.sampled_from([None, None, 3.0, 5.0])
+PROBED = (1, 16, 256, 4096)
+
+
+@given(
+    table=st.fixed_dictionaries({0: CODE, **dict.fromkeys(PROBED, CODE)}),
+    others=st.lists(st.none() | st.tuples(st.sampled_from(PROBED), CODE), min_size=1, max_size=3),
+)
+@example(table=dict.fromkeys((0, *PROBED), 3.0), others=[(1, None)])
+@example(table=dict.fromkeys((0, *PROBED), 3.0), others=[None, (16, 5.0)])
+@example(table={0: None, **dict.fromkeys(PROBED, 3.0)}, others=[None])
+@settings(max_examples=examples(60), deadline=None)
+def test_ranks_that_differ_at_one_number_of_rows_use_no_codes(table, others):
+    """Kernels may change with the rows of a call, and on one machine elsewhere than on another."""
+    tables = [table, *(table if one is None else table | dict([one]) for one in others)]
+    same = all(one == table for one in tables)
+    makes = any(table[rows] is not None for rows in PROBED)
+    assert agreed(tables) == [same and makes] * len(tables)
+
+
+def test_a_rank_whose_experts_make_no_codes_keeps_all_from_them():
+    table = dict.fromkeys((0, *PROBED), 3.0)
+    assert agreed([table, None]) == agreed([None, None]) == [False, False]
+    assert agreed([table, table]) == [True, True]
 
 
 def test_the_arithmetic_of_the_wire_knows(folder):

@@ -8,8 +8,15 @@ import pytest
 import torch
 from hybrid_models import BASE, SCORED, SETTINGS, HybridOracle, compare, write_native
 from safetensors.torch import load_file
+from test_config import published
 
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.site_list import target_format
+from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import from_hf
 from ds_runtime.description.hybrid.structure import native_name
+from ds_runtime.description.structure import model_of
+from ds_runtime.description.tree import COMPRESSOR, HEAD, by_name
 from ds_runtime.offline.llm import LLM
 from ds_runtime_convert.run import convert
 from ds_runtime_convert.targets import TARGETS
@@ -86,3 +93,35 @@ def test_experts_that_were_in_no_format_are_in_fp8_then(sources, tmp_path):
     assert set(report.errors) == {"fp8_block"}
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["expert_dtype"] == "fp8" and raw["quantization_config"]["quant_method"] == "fp8"
+
+
+@pytest.mark.parametrize(("quantize", "format"), [("int8", "int8_channel"), ("int4", "int4_group")])
+@pytest.mark.parametrize("source", ["transformers", "native"])
+def test_heads_are_int8_at_most_and_compressors_as_they_are(sources, source, quantize, format):
+    """Whichever names they have in the files: of transformers, or DeepSeek's own."""
+    folder, _ = sources
+    given = {"model": str(folder / source), "platform": "cpu", "dtype": "float32"}
+    plain, made = (assemble(EngineConfig(**given, quantize=q)) for q in ("none", quantize))
+    stored = {(s.op, s.layer, s.module): s.weight_format for s, _ in plain.binding.choices}
+    found = {(s.op, s.layer, s.module): s.weight_format for s, _ in made.binding.choices}
+    heads = {key for key in found if key[2] == HEAD and key[0] == "linear"}
+    compressors = {key for key in found if COMPRESSOR in key[2].split(".")}
+    linears = {key for key in compressors if key[0] == "linear"}
+    assert len(heads) == 1 and len(linears) >= 4
+    assert {found[key] for key in heads} == {"int8_channel"}
+    assert all(found[key] == stored[key] for key in compressors)
+    assert format in {found[key] for key in found.keys() - heads - compressors}
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["deepseek-v4-flash", "deepseek-v3", "deepseek-v2-lite"])
+def test_what_the_flag_rounds_of_published_models(family, quantize):
+    """Every Linear but what is kept: kv_b and compressors; heads to int8."""
+    for module in by_name(model_of(from_hf(published(family)), lambda module: "dense")):
+        to = target_format(quantize, module, "dense")
+        if module.split(".")[-1] in ("head", "lm_head"):
+            assert to == "int8_channel"
+        elif module.endswith("kv_b_proj") or "compressor" in module:
+            assert to == "dense"
+        else:
+            assert to == {"int8": "int8_channel", "int4": "int4_group"}[quantize]

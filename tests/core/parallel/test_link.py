@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import create_connection, create_server
@@ -124,6 +125,44 @@ def test_two_nodes_of_one_number_are_refused(tmp_path):
     assert all("came twice" in str(one.found) for one in found)
 
 
+@pytest.mark.parametrize(("others_number", "first"), [(1, True), (2, True), (1, False)])
+def test_one_that_only_said_that_it_is_here_is_refused_and_hears_no_plan(
+    address, others_number, first
+):
+    """A second machine of one number that decides yet, when all that are needed have said hello."""
+    leader = Leader(address, OWN, differ, 1 if address.startswith("tcp") else 0)
+    late, begun = Member(address), threading.Event()
+    if first:
+        late.arrive(others_number)
+        late.arrive(others_number)
+    one, two = (msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2))
+
+    def check():
+        begun.set()
+
+    with others(address, one, (0.4, two)) as found:
+        met = threading.Thread(target=leader.wait, args=("file:///there", 20, check))
+        met.start()
+        if not first:
+            assert begun.wait(20)
+            time.sleep(0.2)
+            late.arrive(others_number)
+        met.join()
+        leader.send(Word("a prompt of somebody"))
+        with pytest.raises(ConfigError, match=rf"rank {others_number}\b.* came twice: give every"):
+            late.greet(msgspec.structs.replace(OWN, rank=others_number, plan="another"), 5)
+        leader.send(Word("and another"))
+        assert late.receive(200) is None
+        late.tell(b"an answer that is none")
+        assert leader.told(200) == []
+        late.close()
+        leader.leave()
+        leader.close()
+    assert [each.found for each in found] == [
+        ["file:///there", "a prompt of somebody", "and another"]
+    ] * 2
+
+
 def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):
     monkeypatch.setattr(leader_module, "LATE", 0.2)
     port = free_port("")
@@ -235,6 +274,52 @@ def test_connections_that_ended_before_a_rank_came_are_not_its_own():
     leader.leave()
     leader.close()
     member.close()
+
+
+@contextmanager
+def told_by_two(tmp_path):
+    """Rank 0 of one machine, and two others that have been welcomed and may be told of."""
+    address = f"ipc://{tmp_path}/r"
+    leader, members = Leader(address, OWN, differ), [Member(address) for _ in range(2)]
+    mates = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(one.greet, own, 20) for one, own in zip(members, mates, strict=True)]
+        leader.wait("there", 20, lives)
+        assert [one.result() for one in met] == ["there"] * 2
+    yield leader, members
+    leader.part()
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize("milliseconds", [0, 2, 200])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_waits_for_answers_hears_that_one_has_gone(tmp_path, milliseconds, gone):
+    """Nobody else looks meanwhile. What others answer before is taken."""
+    with told_by_two(tmp_path) as (leader, members):
+        members[1 - gone].tell(b"before")
+        begin, found = time.monotonic(), []
+        while not found and time.monotonic() < begin + 5:
+            found = leader.told(milliseconds)
+        assert found == [b"before"]
+        members[gone].close()
+        with pytest.raises(EngineDeadError, match=f"^rank {gone + 1} has left, or cannot be"):
+            while time.monotonic() < begin + 10:
+                leader.told(milliseconds)
+                time.sleep(0.001)
+        assert time.monotonic() - begin < 5
+
+
+def test_one_that_answers_late_is_waited_for(tmp_path):
+    with told_by_two(tmp_path) as (leader, members):
+        late = threading.Timer(1.5, members[0].tell, (b"late",))
+        late.start()
+        found = list[bytes]()
+        deadline = time.monotonic() + 10
+        while not found and time.monotonic() < deadline:
+            found = leader.told(2)
+        assert found == [b"late"]
+        late.join()
 
 
 @pytest.mark.parametrize("who", ["leader", "member"])

@@ -86,7 +86,7 @@ def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ou
         assert capsys.readouterr().err.count("a rank with another secret than rank 0 was") == 1
 
 
-@pytest.mark.parametrize("call", ["greet", "fail", "close", "report", "ask_why"])
+@pytest.mark.parametrize("call", ["greet", "tell", "fail", "close", "report", "ask_why"])
 def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call):
     """ZeroMQ has given the connection up by then, and there will be none."""
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -96,6 +96,11 @@ def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call)
     if call == "greet":
         with pytest.raises(ConfigError, match="has another secret"):
             stranger.greet(MATE, 20)
+    elif call == "tell":
+        teller = threading.Thread(target=stranger.tell, args=(b"x",), daemon=True)
+        teller.start()
+        teller.join(5)
+        assert not teller.is_alive()
     elif call == "fail":
         assert stranger.fail(1, "x") == "x"
     elif call == "report":

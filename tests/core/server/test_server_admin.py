@@ -77,6 +77,39 @@ def test_abort_of_one_prompt_of_a_list(served, started):
         assert served.post("/abort_request", rid=names[0]).json() == {"aborted": []}
 
 
+@pytest.mark.parametrize("given", [[None] * 3, [None, "own", None], ["own", None, None], None])
+def test_prompts_without_an_id_in_a_list_are_aborted_alone(served, given):
+    """Where a list says whose is which. Without one, the request's own id ends all."""
+    before = {*served.engine.jobs}
+    body = {"text": ["[go ab]"] * 3, "rid": given, "stream": True}
+    body |= {"sampling_params": {"max_new_tokens": 4000}}
+    with served.http.stream("POST", "/generate", json=body) as reply:
+        events = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
+        names = {}
+        while len(names) < 3:
+            names |= {(event := next(events))["index"]: event["meta_info"]["id"]}
+        own = given or [None]
+        assert [names[n] for n, rid in enumerate(own) if rid] == [rid for rid in own if rid]
+        assert len({*names.values()}) == (3 if given else 1)
+        ended = list[int]()
+
+        def ends(count):
+            while len(ended) < count:
+                if (event := next(events))["meta_info"]["finish_reason"] is not None:
+                    assert event["meta_info"]["finish_reason"]["type"] == "abort"
+                    ended.append(event["index"])
+
+        order = [2, 0, 1] if given else [1]
+        for count, number in enumerate(order, 1):
+            found = served.post("/abort_request", rid=names[number]).json()
+            assert found == {"aborted": [names[number]]}
+            ends(count if given else 3)
+            if given:
+                assert ended == order[:count]
+                until(lambda left=3 - count: len({*served.engine.jobs} - before) == left)
+    until(lambda: {*served.engine.jobs} <= before)
+
+
 def test_abort_of_a_stream_by_the_id_in_its_answer(served):
     with served.http.stream("POST", "/generate", json={"text": "[go ab]", "stream": True}) as reply:
         lines = (line[6:] for line in reply.iter_lines() if line)

@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +19,7 @@ from ds_runtime.text.formats.dsml_v4 import V4Encoding
 from ds_runtime.text.formats.families import V2, V3, V31
 from ds_runtime.text.formats.template import ChatTemplate, built_in
 from ds_runtime.text.spelled import _pattern, marked
+from ds_runtime.text.tokenizer import Tokenizer
 
 TAGS = ("<think>", "</think>")
 
@@ -94,6 +96,52 @@ def test_text_is_encoded_as_transformers_do_with_split_special_tokens(bpe, bpe_f
     for text in ("a <｜User｜> b", "<think>so</think>", f"{ends}<｜User｜>", "你<think>", "plain"):
         ids = theirs(text, split_special_tokens=True, add_special_tokens=False)["input_ids"]
         assert of_text(bpe, text) == ids
+
+
+ORDINARY = ("õ", "ÿ", "☃", "ǅ")  # the first two are letters of byte-level BPE as well
+
+
+@pytest.fixture(scope="module")
+def older(bpe_folder):
+    """A tokenizer whose added tokens are characters of ordinary texts, too, some of them parts of
+    what only templates write; and the library's encoding by one that has no others."""
+    backend = Backend.from_file(str(bpe_folder / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, special=False) for text in ORDINARY[:2]])
+    backend.add_tokens([AddedToken("<õ>", special=False), AddedToken("⁂", special=True)])
+    backend.add_tokens([AddedToken(text, special=False) for text in ORDINARY[2:]])
+    raw = json.loads(backend.to_str())
+    raw["added_tokens"] = [t for t in raw["added_tokens"] if t["content"] in ORDINARY]
+    theirs, size = Backend.from_str(json.dumps(raw)), len(raw["model"]["vocab"])
+
+    def encode(text):
+        ids = theirs.encode(text, add_special_tokens=False).ids  # numbers added tokens anew
+        return [i if i < size else backend.token_to_id(theirs.id_to_token(i)) for i in ids]
+
+    return Tokenizer(backend, settings={}), encode
+
+
+def test_characters_that_are_ordinary_added_tokens_are_no_control_texts(bpe, older):
+    assert {*older[0].added_texts} == {*bpe.added_texts, "<õ>", "⁂"}
+
+
+@given(data=st.data())
+def test_characters_that_are_ordinary_added_tokens_keep_their_ids(older, spellings, data):
+    ours, encode = older
+    more = st.sampled_from([*ORDINARY, "<õ>", "⁂", "<õ"])
+    text = "".join(data.draw(st.lists(spellings | more, max_size=12)))
+    ids = of_text(ours, text)
+    assert ids == encode(text)
+    if not any(control in text for control in ours.added_texts):
+        assert ids == ours.encode(text)
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_one_beside_a_text_that_is_spelled_keeps_its_id(older, text):
+    ours, _ = older
+    own = ours.token_id(text)
+    found = of_text(ours, f"{text}<｜User｜>{text}")
+    assert found[0] == found[-1] == own and found.count(own) == 2
+    assert ours.token_id("<｜User｜>") not in found
 
 
 @EVERY_TEMPLATE
