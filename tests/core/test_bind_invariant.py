@@ -104,7 +104,7 @@ def test_a_layout_is_not_chosen_for_a_kernel_that_may_not_serve_alone(sites):  #
     readers = [site for site in sites if site.op == "mla_decode"][:1]
     offered = Offers(
         (few, whole),
-        tuple(Layout(t, 1, "nowhere:allocate", lambda facts: 1) for t in ("few.v1", "whole.v1")),
+        tuple(Layout(t, 1, "nowhere:allocate", lambda facts: 1) for t in ("few", "whole")),
         (),
         frozenset(),
     )

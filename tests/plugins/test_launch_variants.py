@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.engine.device import variants
+from ds_runtime.engine.device import first_steps
 
 pytest.importorskip("triton")
 
@@ -44,4 +44,4 @@ def test_a_long_sequence_of_a_rehearsal_is_long_for_every_configuration():
     folder = files("ds_runtime_triton") / "configs"
     found = [json.loads(file.read_text()) for file in Path(str(folder)).glob("*/index_topk.json")]
     kept = [c["ALONE"] for held in found for s in held["shapes"].values() for c in s.values()]
-    assert kept and max(kept) < variants._LONG
+    assert kept and max(kept) < first_steps._LONG

@@ -46,7 +46,8 @@ class IndexPrologue(Protocol):
        pairs (x0,x1)…, otherwise as halves (xᵢ, x[i + r/2]).
     3. Both are multiplied by the Hadamard matrix of size d (Sylvester's order) · d^-½.
     4. Both are encoded, per key and per query head. For float8_e4m3fn, scale = max(amax, 1e-4) /
-       448 rounded up to a power of two. For other dtypes the scale is 1.
+       448 rounded up to a power of two. float4_e2m1fn_x2 is encoded as in IndexEncode. For other
+       dtypes the scale is 1.
 
     Writes the keys at `slots` and nothing else. Returns (queries [T, heads, d] in
     facts.index_dtype, scale [T, heads] float32): the query is their product. T == 0 is legal.
@@ -199,7 +200,7 @@ class IndexKeyOps(Area):
 
     index_prologue: IndexPrologue = op(
         reference=f"{_REF}:index_prologue",
-        tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3},
+        tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3, FP4_KEYS: FP4_ROUNDING},
         results={
             "": lambda f, q, *_: ((tuple(q.shape), f.index_dtype), (tuple(q.shape[:2]), "float32"))
         },
