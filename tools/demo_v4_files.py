@@ -13,7 +13,7 @@ from demo_files import save_tensors, write_json
 
 if TYPE_CHECKING:
     from demo_model import Config
-    from demo_v4 import DemoV4
+    from demo_v4_model import DemoV4
 
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 MIDDLES = tuple((a + b) / 2 for a, b in pairwise(E2M1))
@@ -122,7 +122,7 @@ def _compressor(at: str, c: Any) -> dict[str, Tensor]:
 
 def write_v4(model: DemoV4, folder: Path) -> int:
     """The checkpoint with native names and formats; returns the size of its weights in bytes."""
-    from demo_v4 import Compressor
+    from demo_v4_model import Compressor
 
     c = model.config
     hidden, streams = c["hidden_size"], 2 + STREAMS

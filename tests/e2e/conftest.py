@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+import ds_runtime
+
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 VOCAB = 288
+DEMO_FOLDER = Path(ds_runtime.__file__).parent / "demo"
 CONTEXT = 160
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -104,3 +108,29 @@ def checkpoints(tmp_path_factory):
         return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=11))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chat_v4(tmp_path_factory):
+    """A random model with the demo's tokenizer and layers of every kind of compression."""
+    made = tmp_path_factory.mktemp("v4")
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    demo = json.loads((DEMO_FOLDER / "config.json").read_text())
+    torch.manual_seed(5)
+    config = DeepseekV4Config(
+        vocab_size=demo["vocab_size"], hidden_size=64, moe_intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=8, head_dim=32, q_lora_rank=32,
+        num_experts_per_tok=2, n_routed_experts=8, compress_ratios=[0, 4, 128, 4],
+        qk_rope_head_dim=8, index_n_heads=16, index_head_dim=16, index_topk=8, o_groups=2,
+        o_lora_rank=16, num_hash_layers=1, sliding_window=16, max_position_embeddings=2048,
+        eos_token_id=demo["eos_token_id"],
+    )  # fmt: skip
+    model = DeepseekV4ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.arange(2).expand_as(buffer))
+    model.save_pretrained(made)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_FOLDER / name, made)
+    return made

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-import transformers
 from served import serving
 
 import ds_runtime
@@ -18,33 +15,9 @@ from ds_runtime.cli import main
 DEMO = Path(ds_runtime.__file__).parent / "demo"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random model with the demo's tokenizer."""
-    made = tmp_path_factory.mktemp("v4")
-    torch.manual_seed(5)
-    demo = json.loads((DEMO / "config.json").read_text())
-    config = transformers.DeepseekV4Config(
-        vocab_size=demo["vocab_size"], hidden_size=64, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=8, head_dim=32, q_lora_rank=32,
-        num_experts_per_tok=2, n_routed_experts=8, compress_ratios=[0, 4, 128, 4],
-        qk_rope_head_dim=8, index_n_heads=16, index_head_dim=16, index_topk=8, o_groups=2,
-        o_lora_rank=16, num_hash_layers=1, sliding_window=16, max_position_embeddings=2048,
-        eos_token_id=demo["eos_token_id"],
-    )  # fmt: skip
-    model = transformers.DeepseekV4ForCausalLM(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.arange(2).expand_as(buffer))
-    model.save_pretrained(made)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, made)
-    return made
-
-
-def test_turns_of_a_chat_go_on_from_the_cache(folder):
+def test_turns_of_a_chat_go_on_from_the_cache(chat_v4):
     flags = ("--dtype", "float32", "--context-length", "2048", "--threads", "1")
-    with serving(folder, *flags) as server, httpx.Client(timeout=60) as client:
+    with serving(chat_v4, *flags) as server, httpx.Client(timeout=60) as client:
         url = server.wait_url()
         messages, before = [{"role": "user", "content": "Count to " + "ten and then " * 40}], 0
         for _ in range(3):

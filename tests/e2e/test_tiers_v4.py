@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 import ds_runtime
 from ds_runtime import LLM, SamplingParams
@@ -25,30 +21,6 @@ SETTINGS = {
 DEMO = Path(ds_runtime.__file__).parent / "demo"
 ROOM = "370KB"
 GREEDY = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def v4(tmp_path_factory):
-    """A random model with the demo's tokenizer and layers of every kind of compression."""
-    made = tmp_path_factory.mktemp("v4")
-    demo = json.loads((DEMO / "config.json").read_text())
-    torch.manual_seed(5)
-    config = transformers.DeepseekV4Config(
-        vocab_size=demo["vocab_size"], hidden_size=64, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=8, head_dim=32, q_lora_rank=32,
-        num_experts_per_tok=2, n_routed_experts=8, compress_ratios=[0, 4, 128, 4],
-        qk_rope_head_dim=8, index_n_heads=16, index_head_dim=16, index_topk=8, o_groups=2,
-        o_lora_rank=16, num_hash_layers=1, sliding_window=16, max_position_embeddings=2048,
-        eos_token_id=demo["eos_token_id"],
-    )  # fmt: skip
-    model = transformers.DeepseekV4ForCausalLM(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.arange(2).expand_as(buffer))
-    model.save_pretrained(made)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, made)
-    return made
 
 
 def sessions():
@@ -71,9 +43,9 @@ def behind(said):
 
 
 @pytest.fixture(scope="module")
-def computed(v4):
+def computed(chat_v4):
     """Both turns, without any cache."""
-    with LLM(v4, **SETTINGS, disable_radix_cache=True) as llm:
+    with LLM(chat_v4, **SETTINGS, disable_radix_cache=True) as llm:
         first, _ = answers(llm, sessions())
         return first, answers(llm, behind(first))[0]
 
@@ -85,13 +57,13 @@ def same(mine, theirs):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_sessions_return_from_host_memory_and_from_the_disk(v4, computed, tmp_path, tp):
+def test_sessions_return_from_host_memory_and_from_the_disk(chat_v4, computed, tmp_path, tp):
     """As if they had been computed; the device has room for one of them."""
     first, second = computed
     given = {**SETTINGS, "tp": tp, "enable_hierarchical_cache": True, "hicache_ratio": 8.0}
     given |= {"disk_cache": str(tmp_path / "cache"), "state_snapshots": 2}
     given["kv_memory"] = ROOM  # some nine pages
-    with LLM(v4, **given) as llm:
+    with LLM(chat_v4, **given) as llm:
         said, cached = answers(llm, sessions())
         same(said, first)
         assert all(sum(tiers.values()) == 0 for tiers in cached)
@@ -100,7 +72,7 @@ def test_sessions_return_from_host_memory_and_from_the_disk(v4, computed, tmp_pa
     assert [tiers["storage"] for tiers in cached] == [0] * 3
     assert sum(tiers["host"] for tiers in cached) >= 2 * 384
     assert {path.suffix for path in (tmp_path / "cache").glob("*/*")} == {".page", ".state"}
-    with LLM(v4, **given) as llm:
+    with LLM(chat_v4, **given) as llm:
         said, cached = answers(llm, behind(first))
         same(said, second)
     assert min(tiers["storage"] for tiers in cached) >= 384, cached
