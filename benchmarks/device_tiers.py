@@ -8,7 +8,8 @@ memory holds all as they are in the end; --set kv_memory and hicache_ratio say o
 alone: a session whose pages are in host memory comes with --more new tokens; the figure is the time
 to its first token, and beside it that of a prompt as long that nobody has seen, each the median of
 five. In a loop: all sessions at once come with --more new tokens and get --out, once with host
-memory and once without; the figure is generated tokens per second of the second turn.
+memory and once without; the figure is generated tokens per second of the second turn. --out-file
+adds the record to a file: the table of docs/operating.md is of results/device_tiers.jsonl.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from device_decode import seconds, value
 
 from ds_runtime import LLM, SamplingParams
@@ -75,6 +77,17 @@ def sized(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **({"state_snapshots": snapshots} if snapshots else {}), **given}
 
 
+def device_name() -> str:
+    """The accelerator's, else the processor's."""
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        name: str = torch.get_device_module(found).get_device_name()
+        return name
+    processor: str = environment()["machine"]["processor"]
+    return processor
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="its folder, or one of a config.json alone")
@@ -86,7 +99,9 @@ def main() -> int:
     args = parser.parse_args()
     given: dict[str, Any] = {n: value(v) for n, _, v in (s.partition("=") for s in args.set)}
     given = sized(args, {"load_format": load_format(args.checkpoint), **given})
-    record: dict[str, Any] = {**vars(args), "checkpoint": args.checkpoint.name, "out_file": ""}
+    asked = {name: getattr(args, name) for name in ("sessions", "held", "tokens", "more", "out")}
+    record: dict[str, Any] = {"bench": "device-tiers", "checkpoint": args.checkpoint.name}
+    record |= {"device": device_name(), "settings": args.set, **asked}
     for host in (True, False):
         with LLM(args.checkpoint, **given, enable_hierarchical_cache=host) as llm:
             vocab = llm._alive().assembly.model.vocab_size
@@ -94,6 +109,10 @@ def main() -> int:
             for session in said:
                 seconds(llm, [session], 1)
             if host:
+                pace = llm._alive().runner.pace
+                assert pace is not None, "the start measures it"
+                each = {"computed": pace.computed, "loaded": pace.loaded}
+                record["page_us"] = {name: round(1e6 * took) for name, took in each.items()}
                 record |= alone(llm, said, args.more, vocab)
             record["host_rate" if host else "plain_rate"] = loop(
                 llm, said, args.more, args.out, vocab
