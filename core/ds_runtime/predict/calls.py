@@ -83,9 +83,7 @@ def arithmetic(kernel: Kernel, dtype: str) -> str:
     """The dtype in which a kernel multiplies, given that in which the model computes."""
     cost = kernel.op.cost
     return (
-        "float32"
-        if cost is not None and cost.float32
-        else _ARITHMETIC.get(kernel.numerics, dtype)
+        "float32" if cost is not None and cost.float32 else _ARITHMETIC.get(kernel.numerics, dtype)
     )
 
 

@@ -52,7 +52,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 
 def _common(parser: Any) -> None:
-    parser.add_argument("--out", required=True, metavar="FILE", help="the file of costs")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file of costs (default: where plan looks for it)"
+    )
     add_flags(parser, EngineConfig, only=_GIVEN)
 
 
@@ -67,7 +69,7 @@ def run_costs(args: Namespace) -> int:
     from ds_runtime_bench.ops import measure, tune
 
     measure.check_names(args.op)
-    began, out = time.monotonic(), Path(args.out)
+    began = time.monotonic()
 
     def tell(said: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {said}", file=sys.stderr, flush=True)
@@ -84,6 +86,7 @@ def run_costs(args: Namespace) -> int:
             tell(f"{geometry[0]} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
             tuning.add(assembly, only)
     costs = tuning.costs()
+    out = _file(args, costs.device)
     if out.exists():
         costs = costs.with_collectives(_known(out, costs.device).collectives)
     costs.write(out)
@@ -95,9 +98,13 @@ def run_costs(args: Namespace) -> int:
     return 0
 
 
-def _geometries(
-    config: EngineConfig, explicit: Any, shapes: list[str], weights: str
-) -> Any:
+def _file(args: Namespace, device: str) -> Path:
+    from ds_runtime.predict.found import own
+
+    return own(device) if args.out is None else Path(args.out)
+
+
+def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights: str) -> Any:
     from ds_runtime_bench.ops import tune
 
     smallest = tune.assembled(config, explicit, ("tiny-v3", {}, {}), weights)
@@ -124,8 +131,8 @@ def run_comm(args: Namespace) -> int:
     from ds_runtime_bench.ops import comm, tune
     from ds_runtime_bench.record import as_served
 
-    out = Path(args.out)
     assembly = tune.assembled(config, explicit, ("tiny-v3", {}, {}), "bfloat16")
+    out = _file(args, assembly.device.name)
     costs = _known(out, assembly.device.name)
     as_served(assembly.platform)
     found = comm.measure(assembly.platform, args.ranks)

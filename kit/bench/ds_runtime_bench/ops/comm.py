@@ -47,9 +47,7 @@ def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dic
                 process.join()
     return {
         kind: {
-            ranks: tuple(
-                (size, max(one[kind][size] for one in found)) for size in found[0][kind]
-            )
+            ranks: tuple((size, max(one[kind][size] for one in found)) for size in found[0][kind])
         }
         for kind in KINDS
     }
