@@ -10,7 +10,8 @@ from ds_runtime.plugins.hookspecs import hookimpl
 
 @hookimpl
 def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
-    """The command bench."""
-    from ds_runtime_bench.cli import bench
+    """The commands bench and tune."""
+    from ds_runtime_bench.cli import bench, tune
 
     bench.add(subcommands)
+    tune.add(subcommands)

@@ -131,10 +131,10 @@ def test_inputs_that_memory_does_not_hold_are_said_so(monkeypatch):
 
 def test_the_time_is_the_median_of_calls():
     measurement = measure.Measurement(assembled(), 20, None, 0.05)
-    slow = measurement._time([lambda: time.sleep(0.002), lambda: time.sleep(0.002)])
+    slow = measurement.time([lambda: time.sleep(0.002), lambda: time.sleep(0.002)])
     assert 0.002 <= slow < 0.02
     waits = iter([0.0, 0.0] + [0.001] * 30 + [0.03] + [0.001] * 1000)
-    assert measurement._time([lambda: time.sleep(next(waits))]) < 0.01
+    assert measurement.time([lambda: time.sleep(next(waits))]) < 0.01
 
 
 def test_queued_work_is_timed_until_it_is_done(monkeypatch):
@@ -149,7 +149,7 @@ def test_queued_work_is_timed_until_it_is_done(monkeypatch):
     monkeypatch.setattr(CpuPlatform, "asynchronous", True)
     monkeypatch.setattr(CpuPlatform, "captures", False)
     monkeypatch.setattr(CpuPlatform, "synchronize", drain)
-    spent = measurement._time([lambda: queue.append(1)] * 3)
+    spent = measurement.time([lambda: queue.append(1)] * 3)
     assert 0.001 <= spent < 0.003
 
 
@@ -165,7 +165,7 @@ def test_a_recording_is_replayed_where_the_device_can(monkeypatch):
     monkeypatch.setattr(CpuPlatform, "captures", True)
     monkeypatch.setattr(CpuPlatform, "graph_backend", lambda self, rank=0: Backend())
     calls = []
-    measurement._time([lambda: calls.append(1)])
+    measurement.time([lambda: calls.append(1)])
     assert len(replays) >= 3
     assert len(calls) < 40  # warm-up only
 

@@ -61,6 +61,16 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         default="",
         help="features, such as libraries, that the described device is to lack",
     )
+    parser.add_argument(
+        "--costs", metavar="FILE", help="predict steps from this file of ds-runtime tune costs"
+    )
+    parser.add_argument(
+        "--cached-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="of each request in the decode steps that are predicted (default: 512)",
+    )
     parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
     add_flags(parser, EngineConfig)
     add_flags(parser, ServerConfig, hidden=True)  # of `serve`'s command line: they decide nothing
@@ -78,6 +88,8 @@ def run(args: Namespace) -> int:
     if args.explain is not None and args.explain not in OPS:
         hint = near(args.explain, OPS) or f"; ops: {', '.join(OPS)}"
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
+    if args.cached_tokens < 1:
+        raise ConfigError(f"--cached-tokens {args.cached_tokens}: must be at least 1")
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assembly import room
     from ds_runtime.assembly.assemble import assemble
@@ -95,6 +107,8 @@ def run(args: Namespace) -> int:
     assembly = decided(config.tp)
     tell_left_out(assembly)
     held = [*room.said(assembly), *wire.said(assembly)]
+    if args.action == "show" and args.explain is None:
+        held += _predicted(assembly, args)
     text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
     if args.device is not None and args.action == "lock":
         check_fit(assembly, args.device, decided)
@@ -108,6 +122,15 @@ def run(args: Namespace) -> int:
         if args.device is not None:
             check_fit(assembly, args.device, decided)
     return 0
+
+
+def _predicted(assembly: Assembly, args: Namespace) -> list[str]:
+    """What steps will take, where the costs of the device are known."""
+    from ds_runtime.predict import step
+    from ds_runtime.predict.found import costs_of
+
+    costs = costs_of(assembly, args.costs)
+    return [] if costs is None else step.said(assembly, costs, args.cached_tokens)
 
 
 def _receipts(assembly: Assembly, args: Namespace) -> list[str]:

@@ -31,15 +31,14 @@ from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
-from ds_runtime_bench.ops.step_work import as_read
+from ds_runtime.predict.calls import arithmetic, as_read
 from ds_runtime_bench.record import Neighbours, as_served
 from ds_runtime_bench.shapes import config_of
 
 if TYPE_CHECKING:
     from ds_runtime.ops.reference.inputs import TrueInputs
-    from ds_runtime_bench.ops.subjects import Memory, Subject
+    from ds_runtime_bench.ops.subjects import Memory, Subject, Timed
 
-_ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _UNKNOWN_CACHE = 64 << 20  # bytes to keep clear of where nobody knows the cache's size
 _PASSES = 3  # over all calls at least, within reason
 
@@ -234,7 +233,15 @@ def _failure(e: Exception) -> str:
 class Measurement:
     """Ceilings, and then figures, on one device."""
 
-    def __init__(self, assembly: Assembly, context: int, most: int | None, seconds: float) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        context: int,
+        most: int | None,
+        seconds: float,
+        beside: Measurement | None = None,
+    ) -> None:
+        """beside: another on the same device, whose ceilings these are."""
         self.assembly = assembly
         self.context = context
         self.seconds = seconds
@@ -243,7 +250,7 @@ class Measurement:
         self.platform.init_worker(0, 1, assembly.config.threads)
         self.device = self.platform.device(0)
         self.neighbours = Neighbours()
-        self.ceilings: Ceilings = self.platform.ceilings(0)
+        self.ceilings: Ceilings = self.platform.ceilings(0) if beside is None else beside.ceilings
         self._most = most
 
     @property
@@ -265,18 +272,26 @@ class Measurement:
                 yield Figure(*about, sizes[0], name, False, error=f"refused: {said}")
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
-        from ds_runtime_bench.ops.subjects import Timed
-
         bound = kernel.name == group.bound.name
         about = (group.op, "", group.what, len(group.sites))
         n = tokens[0]
         try:
-            timed = Timed(kernel, self._place(group, kernel), self._memory())
+            timed = self.timed(group, kernel)
             for n in tokens:
                 for subject in timed.at(n):
                     yield self._figure(group, kernel, n, subject)
         except Exception as e:  # one kernel's failure is its own figure
             yield Figure(*about, n, kernel.name, bound, error=_failure(e))
+
+    def timed(self, group: Group, kernel: Kernel) -> Timed:
+        """The kernel there, packed."""
+        from ds_runtime_bench.ops.subjects import Timed
+
+        return Timed(kernel, self._place(group, kernel), self._memory())
+
+    def work(self, subject: Subject, kernel: Kernel, group: Group) -> OpWork:
+        """What a call of it moves and computes, weights as `kernel` reads them."""
+        return as_read(subject.work, kernel, group.facts)
 
     def _place(self, group: Group, kernel: Kernel) -> TrueInputs:
         from ds_runtime.ops.reference.inputs import TrueInputs
@@ -303,13 +318,10 @@ class Measurement:
         return Memory(self.ceilings.cache or _UNKNOWN_CACHE, needed_bytes(self.assembly), most)
 
     def _figure(self, group: Group, kernel: Kernel, tokens: int, subject: Subject) -> Figure:
-        spent = self._time(subject.calls)
-        work: OpWork = as_read(subject.work, kernel, group.facts)
-        arithmetic = _ARITHMETIC.get(kernel.numerics, group.facts.dtype)
-        if _cost(group.op).float32:
-            arithmetic = "float32"
+        spent = self.time(subject.calls)
+        work = self.work(subject, kernel, group)
         rate, flops = work.nbytes / spent, work.flops / spent
-        limit = self.ceilings.compute.get(arithmetic)
+        limit = self.ceilings.compute.get(arithmetic(kernel, group.facts.dtype))
         return Figure(
             group.op,
             subject.method,
@@ -328,7 +340,7 @@ class Measurement:
             subject.note,
         )
 
-    def _time(self, calls: Sequence[Callable[[], Any]]) -> float:
+    def time(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Median seconds of a call: one by one, or by whole rounds where work is queued."""
         for call in calls[:2]:
             call()

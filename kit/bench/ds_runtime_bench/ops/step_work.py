@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import model_sites
 from ds_runtime.description.tree import HEAD
 from ds_runtime.ops.binding.facts import site_facts
-from ds_runtime.ops.contract import Facts, Kernel, Site
+from ds_runtime.ops.contract import Facts, Site
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
-
-
-def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
-    """The work with the weights' bytes as `kernel` reads them, where it packs them tighter."""
-    reads = kernel.footprint.reads
-    share = 1.0 if reads is None else reads(facts)
-    return replace(work, weights=share * work.weights)
+from ds_runtime.predict.calls import as_read
 
 
 def decode_step(

@@ -1,0 +1,253 @@
+"""The calls of ops and the collectives of a step, from what was decided. Torch-free.
+
+A binding has a place for every op that a model may call; which of them a step calls follows from
+the others: a fused op is called in place of those that it uses, where rows may go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from ds_runtime.assembly.crossing import Crossing, takes_codes
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.description.tree import ATTENTION, HEAD, padded
+from ds_runtime.ops.binding.by_rows import Shares
+from ds_runtime.ops.binding.facts import site_facts
+from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
+from ds_runtime.ops.contracts.work import Sizes
+from ds_runtime.ops.declare import OpWork
+from ds_runtime.ops.table import OPS
+
+Phase = Literal["decode", "prefill"]
+APART = {"logprobs", "mask_logits"}  # that a request asks for
+_IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
+_ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
+_IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in ("qkv_a_proj", "q_b_proj"))}
+_BEHIND = {"mla_decode", "sparse_decode"}  # what attends
+_FED = {  # the end of a module → where the op in front of it is, and which: it brings codes
+    "qkv_a_proj": ("block", "add_rms_norm_quantize"),
+    "q_b_proj": (ATTENTION, "rms_norm_quantize"),
+    "down_proj": ("", "silu_mul_quantize"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """rows: of all sequences, tokens that go through the layers; wanted: rows that go through the
+    head; context: cached tokens of each sequence; sequences: in a prefill, prompts of
+    rows / sequences tokens each."""
+
+    phase: Phase
+    rows: int
+    wanted: int
+    context: int = 0
+    sequences: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
+    part of a step that is captured."""
+
+    op: str
+    kernel: Kernel
+    method: str
+    rows: int
+    work: Callable[[int], OpWork]
+    captured: bool
+
+    @property
+    def name(self) -> str:
+        """As in `Costs.kernels`."""
+        return key(self.kernel, self.method)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """A collective: what `Costs.collective` takes, and how often."""
+
+    kind: str
+    ranks: int
+    nbytes: float
+    count: int
+
+
+def key(kernel: Kernel, method: str) -> str:
+    """The name of one method of a kernel."""
+    return f"{kernel.name}:{method}"
+
+
+def arithmetic(kernel: Kernel, dtype: str) -> str:
+    """The dtype in which a kernel multiplies, given that in which the model computes."""
+    cost = kernel.op.cost
+    return (
+        "float32" if cost is not None and cost.float32 else _ARITHMETIC.get(kernel.numerics, dtype)
+    )
+
+
+def serving(shares: Shares | None, kernel: Kernel, method: str, rows: int) -> Kernel:
+    """The kernel that serves a call of so many rows at a place."""
+    if shares is None:
+        return kernel
+    for each in shares.some:
+        if each.rows.holds(rows) and (not each.rows.methods or method in each.rows.methods):
+            return each
+    return shares.rest
+
+
+def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
+    """The work with the weights' bytes as `kernel` reads them, where it packs them tighter."""
+    reads = kernel.footprint.reads
+    share = 1.0 if reads is None else reads(facts)
+    return replace(work, weights=share * work.weights)
+
+
+def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
+    """The calls of a step, those of drafts left out."""
+    binding, mesh = assembly.binding, assembly.mesh
+    bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
+    own = -(-step.rows // mesh.attn_dp)
+    for site, kernel in binding.choices:
+        if kernel is None or site.role == DRAFT or not _called(site, step, bound):
+            continue
+        rows = _rows(assembly, site, step, own)
+        if not rows:
+            continue
+        shares = binding.shares.get((site.op, site.layer, site.module))
+        sizes = _sizes(assembly, site, step)
+        for method in _methods(site, step, bound):
+            serves = serving(shares, kernel, method, rows)
+            held = "dense"
+            if site.weight_format in serves.keeps:
+                held = site.weight_format
+            yield Call(
+                site.op,
+                serves,
+                method,
+                rows,
+                _work(serves, method, replace(sizes, held=held), step),
+                site.captured and step.phase == "decode",
+            )
+
+
+Bound = dict[tuple[int, str, str], Kernel]
+"""The kernels of a binding, by layer, module and op."""
+
+
+def _called(site: Site, step: Step, bound: Bound) -> bool:
+    if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
+        return False
+    if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
+        return False
+    here = {op for layer, module, op in bound if (layer, module) == (site.layer, site.module)}
+    if site.module == "block":
+        return site.op in _norms(here, site.layer)
+    return not any(site.op in OPS[other].uses for other in here - _IN_PREFIX)
+
+
+def _in_one(layer: int, step: Step, bound: Bound) -> bool:
+    """Whether a fused kernel makes all inputs of a layer's attention."""
+    return step.phase == "decode" and (layer, f"{ATTENTION}.inputs", "mla_inputs") in bound
+
+
+def _norms(here: set[str], layer: int) -> set[str]:
+    """Of a block's norms, those that are called: one in front of attention, which may quantise, and
+    one behind it."""
+    first = "rms_norm" if layer == 0 else "add_rms_norm"
+    quantises = f"{first}_quantize"
+    return {quantises if quantises in here else first, "add_rms_norm"}
+
+
+def _methods(site: Site, step: Step, bound: Bound) -> tuple[str, ...]:
+    cost = OPS[site.op].cost
+    assert cost is not None, site.op
+    if site.op == "mla_absorb":
+        if _in_one(site.layer, step, bound):
+            return ("apply_v",)
+        return cost.step if step.phase == "decode" else ("expand",)
+    if site.op == "linear" and _fed(site, bound):
+        return ("apply_quantized",)
+    return tuple(cost.calls)
+
+
+def _fed(site: Site, bound: Bound) -> bool:
+    """Whether what is in front of this weight may bring codes."""
+    module, _, last = site.module.rpartition(".")
+    if last not in _FED:
+        return False
+    where, op = _FED[last]
+    return (site.layer, where or module, op) in bound
+
+
+def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
+    """Of a call: of this rank's own sequences, or of those of all groups."""
+    every = own * assembly.mesh.attn_dp
+    if site.module in (HEAD, "sampler", "norm"):
+        return step.wanted
+    if site.module.startswith("mlp") and assembly.mesh.attn_dp > 1:
+        by_number = assembly.mesh.ep > 1 and not site.op.startswith("experts")
+        routed = site.module == "mlp" or "shared" in site.module
+        moe = assembly.model.is_moe(site.layer)
+        return own if by_number and routed and moe else every
+    return every if site.module == "embed_tokens" else own
+
+
+def _sizes(assembly: Assembly, site: Site, step: Step) -> Sizes:
+    model, base = assembly.model, assembly.binding.base
+    cost = OPS[site.op].cost
+    width = 0
+    if cost is not None and cost.by_width:
+        width = model.q_lora or model.kv_lora if site.module == ATTENTION else model.hidden
+        for other, _ in assembly.binding.choices:
+            if (other.layer, other.module) == (site.layer, f"{site.module}.down_proj"):
+                width = other.shape[1]
+    return Sizes(
+        facts=site_facts(base, site, assembly.binding.entries),
+        width=width,
+        context=step.context,
+        vocab=padded(model.vocab_size, assembly.config.tp),
+        routing=model.routing,
+    )
+
+
+def _work(kernel: Kernel, method: str, sizes: Sizes, step: Step) -> Callable[[int], OpWork]:
+    cost = kernel.op.cost
+    assert cost is not None
+    of = cost.calls["apply" if method == "apply_quantized" else method][1]
+    if step.phase == "prefill" and kernel.op.by_sequence:
+        each = max(1, step.rows // step.sequences)
+        return lambda rows: _times(of(sizes, min(each, rows)), max(1.0, rows / each))
+    return lambda rows: as_read(of(sizes, rows), kernel, sizes.facts)
+
+
+def _times(work: OpWork, count: float) -> OpWork:
+    """Of so many sequences."""
+    return OpWork(*(count * getattr(work, f.name) for f in fields(work)))
+
+
+def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
+    """The collectives of a step, as `Crossing` counts them."""
+    mesh = assembly.mesh
+    if mesh.size == 1:
+        return
+    crossing, layers = Crossing.of(assembly), assembly.model.layers
+    groups, heads, own = mesh.attn_dp, mesh.attn_tp, -(-step.rows // mesh.attn_dp)
+    width, every, wanted = crossing.width, own * mesh.attn_dp, step.wanted
+    if heads > 1:  # behind attention; and behind a FFN, where there are groups
+        times = layers + (layers + 1 if groups > 1 else 0)
+        yield Crossed("all_reduce", heads, own * width, times)
+    if groups == 1:  # behind a FFN and the embedding
+        yield Crossed("all_reduce", mesh.tp, every * width, layers + 1)
+    else:
+        routed = crossing.routed if takes_codes(assembly) else 0
+        yield Crossed("gather_rows", groups, every * width, layers - routed)
+        if routed:
+            yield Crossed("gather_rows", groups, every * (width - crossing.coded), routed)
+        if crossing.routed:  # weights and ids of chosen experts
+            yield Crossed("gather_rows", groups, every * crossing.choices, crossing.routed)
+        yield Crossed("gather_rows", groups, every * 8, 1)  # tokens
+        yield Crossed("reduce_scatter", groups, every * width, layers + 1)
+        yield Crossed("gather_rows", groups, wanted * width, 1)
+    yield Crossed("all_gather", mesh.tp, wanted * crossing.logits, 1)

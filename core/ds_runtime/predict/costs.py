@@ -1,0 +1,229 @@
+"""What ops and collectives take on a device, as `ds-runtime tune` measured them. Torch-free.
+
+A `Costs` holds measured points alone. What was not measured follows from those beside it: between
+two sizes by a straight line over the roof, the least time that the device's rates allow; between
+two numbers of rows by a power. Nothing here was fitted to a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.declare import OpWork
+
+FORMAT = 1
+KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather")  # of collectives
+_LEAST = 1e-9  # seconds: less is not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One timed call: its rows, what it must move and compute, and its median seconds."""
+
+    rows: int
+    nbytes: float
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """Points of one method of a kernel. arithmetic: the dtype in which it multiplies."""
+
+    op: str
+    arithmetic: str
+    points: tuple[Point, ...]
+
+
+Collective = Mapping[int, tuple[tuple[int, float], ...]]
+"""By number of ranks: (bytes of the whole, seconds), rising."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of one device.
+
+    bandwidth: bytes per second of the fastest reading; compute: operations per second of the
+    fastest matmul by dtype. floor: seconds of the smallest op in a captured step; launch: of one
+    that the host queues by itself; replay: from the start of a captured step of one op to its end.
+    kernels: by "kernel:method". collectives: by kind, of `KINDS`.
+    """
+
+    device: str
+    arch: str
+    date: str
+    versions: Mapping[str, str]
+    bandwidth: float
+    compute: Mapping[str, float]
+    floor: float
+    launch: float
+    replay: float
+    kernels: Mapping[str, KernelCost] = field(default_factory=dict)
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+
+    def roof(self, work: OpWork, arithmetic: str) -> float:
+        """The least seconds of a call, by the device's rates; those of a dtype that was not
+        measured count as those of the slowest that was."""
+        rate = self.compute.get(arithmetic) or min(self.compute.values(), default=math.inf)
+        return max(work.nbytes / self.bandwidth, work.flops / rate)
+
+    def seconds(self, name: str, rows: int, work: Callable[[int], OpWork]) -> float:
+        """Of a call of "kernel:method". work: what it must do at so many rows. KeyError for what
+        was not measured."""
+        cost = self.kernels[name]
+        sizes = sorted({point.rows for point in cost.points})
+        below, above = _around(sizes, rows)
+        at = {n: self._at(cost, n, work(n)) for n in (below, above)}
+        if not below < rows < above:  # measured, or beyond what was
+            known = self.roof(work(below), cost.arithmetic)
+            more = self.roof(work(rows), cost.arithmetic) / known if known else rows / below
+            return at[below] if rows == below else _scaled(at[below], more, self.floor)
+        share = math.log(rows / below) / math.log(above / below)
+        return float(at[below] ** (1 - share) * at[above] ** share)
+
+    def unmeasured(self, work: OpWork, arithmetic: str) -> float:
+        """Of a call of a kernel that has no points: its roof, and no less than the smallest op."""
+        return max(self.floor, self.roof(work, arithmetic))
+
+    def _at(self, cost: KernelCost, rows: int, work: OpWork) -> float:
+        """Of a call with a number of rows that was measured."""
+        here = [p for p in cost.points if p.rows == rows]
+        curve = _means((self.roof(_work(p), cost.arithmetic), p.seconds) for p in here)
+        return _on(curve, self.roof(work, cost.arithmetic), self.floor)
+
+    def collective(self, kind: str, ranks: int, nbytes: float) -> float:
+        """Of a collective, `nbytes` being those of the whole: what is summed, or what is gathered.
+
+        Ranks that were not measured: those of the nearest number, with as many bytes as make each
+        rank receive the same. KeyError where the kind was measured with none.
+        """
+        by_ranks = self.collectives[kind]
+        near = min(by_ranks, key=lambda n: (abs(math.log(n / ranks)), n))
+        same = nbytes * ((ranks - 1) / ranks) / ((near - 1) / near)
+        curve = [(float(size), seconds) for size, seconds in by_ranks[near]]
+        return _on(curve, same, curve[0][1])
+
+    def with_collectives(self, found: Mapping[str, Collective]) -> Costs:
+        """The same with these, which take the place of those of the same kind and ranks."""
+        merged = {
+            kind: {**self.collectives.get(kind, {}), **found.get(kind, {})}
+            for kind in dict.fromkeys((*self.collectives, *found))
+        }
+        return replace(self, collectives=merged)
+
+    def write(self, path: Path) -> None:
+        """As JSON. Raises ConfigError where that cannot be written."""
+        text = json.dumps(_packed(self), indent=1)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as e:
+            raise ConfigError(f"costs {path}: cannot be written: {e}") from e
+
+    @staticmethod
+    def read(path: Path) -> Costs:
+        """Of a file that `write` made. Raises ConfigError naming it and what is wrong."""
+        try:
+            return Costs.parse(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"costs {path}: cannot be read: {e}") from e
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            said = f"no {e}" if isinstance(e, KeyError) else str(e)
+            raise ConfigError(
+                f"costs {path}: {said}; write it with ds-runtime tune costs --out {path}"
+            ) from e
+
+    @staticmethod
+    def parse(text: str) -> Costs:
+        """Of the text of such a file. Raises ValueError, KeyError or TypeError for any other."""
+        raw = json.loads(text)
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise ValueError(f"not costs of format {FORMAT}")
+        del raw["format"]
+        rates = (raw["bandwidth"], raw["floor"], raw["launch"], raw["replay"])
+        if not all(_positive(rate) for rate in (*rates, *raw["compute"].values())):
+            raise ValueError("rates and floors must be above 0 and finite")
+        kernels = {name: _kernel(name, one) for name, one in raw.pop("kernels").items()}
+        collectives = {kind: _curves(kind, one) for kind, one in raw.pop("collectives").items()}
+        return Costs(**raw, kernels=kernels, collectives=collectives)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _kernel(name: str, raw: Mapping[str, Any]) -> KernelCost:
+    points = tuple(Point(*values) for values in raw["points"])
+    for p in points:
+        if p.rows < 1 or not _positive(p.seconds) or min(p.nbytes, p.flops) < 0:
+            raise ValueError(f"{name}: {p} cannot have been measured")
+    if not points:
+        raise ValueError(f"{name}: no points")
+    return KernelCost(raw["op"], raw["arithmetic"], points)
+
+
+def _curves(kind: str, raw: Mapping[str, Any]) -> Collective:
+    if kind not in KINDS:
+        raise ValueError(f"collective {kind!r}: known are {', '.join(KINDS)}")
+    found = {int(n): tuple((size, took) for size, took in curve) for n, curve in raw.items()}
+    for ranks, curve in found.items():
+        sizes = [size for size, _ in curve]
+        fine = sizes and sizes == sorted(set(sizes)) and all(_positive(s) for _, s in curve)
+        if ranks < 2 or not fine:
+            raise ValueError(f"{kind} of {ranks} ranks: sizes must rise, and times be above 0")
+    return found
+
+
+def _packed(costs: Costs) -> dict[str, Any]:
+    raw = asdict(costs)
+    for name, cost in costs.kernels.items():
+        points = [[p.rows, p.nbytes, p.flops, float(f"{p.seconds:.4g}")] for p in cost.points]
+        raw["kernels"][name]["points"] = points
+    return {"format": FORMAT, **raw}
+
+
+def _work(point: Point) -> OpWork:
+    return OpWork(reads=point.nbytes, flops=point.flops)
+
+
+def _around(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
+    """The largest that is not above `wanted` and the smallest that is not below; at the ends the
+    same twice."""
+    at = bisect_left(sizes, wanted)
+    above = sizes[min(at, len(sizes) - 1)]
+    return (above if above <= wanted else sizes[max(at - 1, 0)]), above
+
+
+def _means(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(roof, seconds), rising, those of one roof as their mean."""
+    found: dict[float, list[float]] = {}
+    for roof, seconds in points:
+        found.setdefault(roof, []).append(seconds)
+    return [(roof, sum(took) / len(took)) for roof, took in sorted(found.items())]
+
+
+def _scaled(seconds: float, more: float, floor: float) -> float:
+    """What takes `seconds`, with so many times the work: the smallest op's part stays."""
+    fixed = min(floor, seconds)
+    return max(_LEAST, fixed + (seconds - fixed) * more)
+
+
+def _on(curve: Sequence[tuple[float, float]], wanted: float, floor: float) -> float:
+    """The seconds at `wanted` on a curve of (size, seconds): straight between two points; beyond
+    them as the last or first one, scaled."""
+    sizes = [size for size, _ in curve]
+    at = bisect_left(sizes, wanted)
+    if at < len(curve) and sizes[at] == wanted:
+        return curve[at][1]
+    if 0 < at < len(curve):
+        (low, first), (high, last) = curve[at - 1], curve[at]
+        return first + (last - first) * (wanted - low) / (high - low)
+    size, seconds = curve[min(at, len(curve) - 1)]
+    return _scaled(seconds, wanted / size, floor) if size else seconds

@@ -1,0 +1,65 @@
+"""Where the costs of a device are: named, the user's own, or shipped by the plugin that describes
+it, in a folder `costs` beside its `devices.json`. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.errors import ConfigError, PluginError
+from ds_runtime.predict.costs import Costs
+
+FOLDER = "costs"
+
+
+def folder() -> Path:
+    """Where `tune costs` writes by default."""
+    return Path.home() / ".local" / "state" / "ds-runtime" / FOLDER
+
+
+def own(device: str) -> Path:
+    """The user's own file of a device, by its name."""
+    return folder() / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
+
+
+def costs_of(assembly: Assembly, named: str | None) -> Costs | None:
+    """Those in the file that was named, or of the assembly's device; None where there are none.
+
+    Raises ConfigError for a file that is no costs, PluginError for one that a plugin ships.
+    """
+    device = assembly.device.name
+    if named is not None:
+        costs = Costs.read(Path(named))
+        if costs.device != device:
+            raise ConfigError(
+                f"--costs {named}: holds costs of {costs.device}, and this plan is for {device}; "
+                "name a file that ds-runtime tune costs wrote on one"
+            )
+        return costs
+    if (path := own(device)).is_file():
+        return Costs.read(path)
+    return next((c for c in _shipped(assembly) if c.device == device), None)
+
+
+def _shipped(assembly: Assembly) -> list[Costs]:
+    found = []
+    for name, report in sorted(assembly.plugins.reports.items()):
+        if report.refusal is not None:
+            continue
+        try:
+            place = resources.files(report.module) / FOLDER
+        except (TypeError, ModuleNotFoundError):  # a single-file plugin, or one made in a test
+            continue
+        if not place.is_dir():
+            continue
+        for file in sorted(place.iterdir(), key=lambda f: f.name):
+            if not file.name.endswith(".json"):
+                continue
+            try:
+                found.append(Costs.parse(file.read_text(encoding="utf-8")))
+            except Exception as e:
+                said = f"{type(e).__name__}: {e}"
+                raise PluginError(f"plugin {name}: {FOLDER}/{file.name}: {said}") from e
+    return found

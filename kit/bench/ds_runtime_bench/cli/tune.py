@@ -1,0 +1,146 @@
+"""`ds-runtime tune`: what this device's ops and collectives take, for predictions of `plan`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from argparse import Namespace, _SubParsersAction
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.parser import Parser
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime_bench.shapes import DTYPES, SHAPES
+
+COSTS_ABOUT = """\
+Times the kernels of this device one by one, at widths like DeepSeek's, and writes what they took to
+a file. `ds-runtime plan` predicts steps from it. No model is run. It takes about two minutes.
+"""
+COMM_ABOUT = """\
+Times the collectives of --ranks ranks of this machine, each on a device of its own, by kind and
+size, and adds them to a file of `tune costs`.
+"""
+_GIVEN = ("platform", "plugins", "dtype", "threads")
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb and its kinds."""
+    parser = subcommands.add_parser("tune", help="measure what plan predicts steps from")
+    parser.set_defaults(looks=True)
+    kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
+    costs = kinds.add_parser("costs", help="ops, one by one", description=COSTS_ABOUT)
+    _common(costs)
+    costs.add_argument(
+        "--shapes", nargs="+", default=[], metavar="SHAPE", choices=tuple(SHAPES), help="of models"
+    )
+    costs.add_argument("--weights", nargs="+", default=["fp8"], choices=DTYPES, help="(fp8)")
+    costs.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
+    costs.add_argument(
+        "--rows", nargs="+", type=int, default=[], metavar="N", help="of calls (default: 1 to 8192)"
+    )
+    costs.add_argument(
+        "--seconds", type=float, default=0.02, metavar="S", help="per point (default: 0.02)"
+    )
+    costs.set_defaults(run=run_costs)
+    comm = kinds.add_parser("comm", help="collectives", description=COMM_ABOUT)
+    _common(comm)
+    comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
+    comm.set_defaults(run=run_comm)
+
+
+def _common(parser: Any) -> None:
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file of costs (default: where plan looks for it)"
+    )
+    add_flags(parser, EngineConfig, only=_GIVEN)
+
+
+def run_costs(args: Namespace) -> int:
+    """Measure and write."""
+    if not 0 < args.seconds < math.inf:
+        raise ConfigError(f"--seconds {args.seconds}: must be above 0 and finite")
+    for rows in args.rows:
+        if rows < 1:
+            raise ConfigError(f"--rows {rows}: must be at least 1")
+    config, explicit = build(EngineConfig, args)
+    from ds_runtime_bench.ops import measure, tune
+
+    measure.check_names(args.op)
+    began = time.monotonic()
+
+    def tell(said: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {said}", file=sys.stderr, flush=True)
+
+    tuning = tune.Tuning(args.seconds, args.rows or tune.ROWS, tell)
+    for weights in dict.fromkeys(args.weights):
+        for geometry in _geometries(config, explicit, args.shapes, weights):
+            assembly = tune.assembled(config, explicit, geometry, weights)
+            only = args.op
+            if assembly.mesh.ep > 1:  # what else it has is timed in others
+                only = [op for op in ("experts",) if not args.op or op in args.op]
+                if not only:
+                    continue
+            tell(f"{geometry[0]} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
+            tuning.add(assembly, only)
+    costs = tuning.costs()
+    out = _file(args, costs.device)
+    if out.exists():
+        costs = costs.with_collectives(_known(out, costs.device).collectives)
+    costs.write(out)
+    points = sum(len(cost.points) for cost in costs.kernels.values())
+    print(
+        f"{out}: {points} points of {len(costs.kernels)} kernels on {costs.device} in "
+        f"{time.monotonic() - began:.0f} s; next: ds-runtime tune comm --ranks N --out {out}"
+    )
+    return 0
+
+
+def _file(args: Namespace, device: str) -> Path:
+    from ds_runtime.predict.found import own
+
+    return own(device) if args.out is None else Path(args.out)
+
+
+def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights: str) -> Any:
+    from ds_runtime_bench.ops import tune
+
+    smallest = tune.assembled(config, explicit, ("tiny-v3", {}, {}), weights)
+    return tune.geometries(shapes, smallest.platform.own_memory)
+
+
+def _known(path: Path, device: str) -> Any:
+    """The costs in a file that is to be added to."""
+    from ds_runtime.predict.costs import Costs
+
+    found = Costs.read(path)
+    if found.device != device:
+        raise ConfigError(
+            f"--out {path}: holds costs of {found.device}, and this is {device}; name another file"
+        )
+    return found
+
+
+def run_comm(args: Namespace) -> int:
+    """Measure and add to the file."""
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks {args.ranks}: must be at least 2")
+    config, explicit = build(EngineConfig, args)
+    from ds_runtime_bench.ops import comm, tune
+    from ds_runtime_bench.record import as_served
+
+    assembly = tune.assembled(config, explicit, ("tiny-v3", {}, {}), "bfloat16")
+    out = _file(args, assembly.device.name)
+    costs = _known(out, assembly.device.name)
+    as_served(assembly.platform)
+    found = comm.measure(assembly.platform, args.ranks)
+    costs.with_collectives(found).write(out)
+    for kind, curves in found.items():
+        said = ", ".join(
+            f"{size >> 10} KiB {took * 1e6:.1f}" for size, took in curves[args.ranks][::3]
+        )
+        print(f"{kind} of {args.ranks} ranks, µs: {said}")
+    print(f"{out}: collectives of {args.ranks} ranks added")
+    return 0

@@ -1,0 +1,144 @@
+"""What collectives take between ranks of this machine, by kind and size. Torch-free until then."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.errors import DsRuntimeError
+from ds_runtime.predict.costs import KINDS, Collective
+
+if TYPE_CHECKING:
+    from ds_runtime.platform.contract import Communicator, Platform
+
+SIZES = tuple(1 << power for power in range(12, 28))  # bytes of the whole
+_WIDE = 1 << 18  # bytes of a row, at most, where the last dimension is gathered
+_CALLS, _RUNS = 16, 12  # in a captured run; of it
+_LONG, _ENOUGH = 2e-3, 2e-2  # seconds of a call: from which it is run alone; the larger ones not
+_PATIENCE = 300.0  # seconds for all of it
+_ITEM = 2  # bytes of a value
+
+
+def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dict[str, Collective]:
+    """By kind, seconds of collectives of so many ranks, each a process with a device of its own.
+
+    Raises DsRuntimeError where a rank fails, with what it said.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        at = f"file://{Path(folder) / 'ranks'}"
+        given = [(platform, rank, ranks, at, tuple(sizes), results) for rank in range(ranks)]
+        processes = [context.Process(target=_rank, args=args, daemon=True) for args in given]
+        for process in processes:
+            process.start()
+        try:
+            found = [_answer(results, processes) for _ in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return {
+        kind: {
+            ranks: tuple((size, max(one[kind][size] for one in found)) for size in found[0][kind])
+        }
+        for kind in KINDS
+    }
+
+
+def _answer(results: Any, processes: Sequence[Any]) -> dict[str, dict[int, float]]:
+    """Of one rank."""
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            said = results.get(timeout=0.5)
+        except Empty:
+            gone = [p for p in processes if p.exitcode not in (None, 0)]
+            if gone:
+                raise DsRuntimeError(
+                    f"tune comm: a rank ended with code {gone[0].exitcode}"
+                ) from None
+            continue
+        if isinstance(said, str):
+            raise DsRuntimeError(f"tune comm: a rank failed:\n{said}")
+        found: dict[str, dict[int, float]] = said
+        return found
+    raise DsRuntimeError(f"tune comm: no answer of all ranks within {_PATIENCE:g} s")
+
+
+def _rank(
+    platform: Platform, rank: int, ranks: int, at: str, sizes: tuple[int, ...], results: Any
+) -> None:
+    try:
+        platform.init_worker(rank, ranks)
+        comm = platform.communicator(rank, ranks, at, timeout=_PATIENCE)
+        found = {kind: _curve(platform, comm, kind, sizes) for kind in KINDS}
+        results.put(found)
+        comm.barrier()
+        comm.close()
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+def _call(platform: Platform, comm: Communicator, kind: str, size: int) -> Callable[[], Any]:
+    """One collective of `size` bytes in all."""
+    import torch
+
+    values = size // _ITEM
+    rows = max(1, size // _WIDE) if kind == "all_gather" else comm.size
+    each = rows if kind == "all_gather" else 1
+    shape = {
+        "all_reduce": (comm.size, values // comm.size),
+        "reduce_scatter": (comm.size, values // comm.size),
+        "gather_rows": (1, values // comm.size),
+        "all_gather": (each, values // each // comm.size),
+    }[kind]
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))
+    collective = getattr(comm, kind)
+    return lambda: collective(x)
+
+
+def _curve(
+    platform: Platform, comm: Communicator, kind: str, sizes: Sequence[int]
+) -> dict[int, float]:
+    """Seconds by size, up to the first that takes long on any rank."""
+    found = dict[int, float]()
+    for size in sizes:
+        found[size] = _seconds(platform, comm, _call(platform, comm, kind, size))
+        if max(comm.gather_objects(found[size])) > _ENOUGH:
+            break
+    return found
+
+
+def _seconds(platform: Platform, comm: Communicator, call: Callable[[], Any]) -> float:
+    """The median of a call, captured where the device can, so that no host time counts."""
+    call()
+    platform.synchronize()
+    start = time.perf_counter()
+    call()
+    platform.synchronize()
+    long = max(comm.gather_objects(time.perf_counter() - start)) > _LONG
+    calls = 1 if long else _CALLS
+
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    replay: Callable[[], Any] = run
+    if platform.asynchronous and platform.captures:
+        replay = platform.graph_backend(comm.rank).capture(run)
+    times = []
+    for _ in range(_RUNS):
+        comm.barrier()
+        start = time.perf_counter()
+        replay()
+        platform.synchronize()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[2:])

@@ -1,0 +1,249 @@
+"""Costs of a device: its ops one by one at sizes of their own, and its floors. Torch-free until
+something is timed.
+
+The models whose ops are timed are not those of any checkpoint: their widths are DeepSeek's, the
+numbers of experts, heads and ids are smaller, so that all fits and nothing is made twice.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.ops.contract import Kernel, load_attr
+from ds_runtime.ops.table import OPS
+from ds_runtime.predict.calls import APART, arithmetic, key, serving
+from ds_runtime.predict.costs import Costs, KernelCost, Point
+from ds_runtime_bench.ops.measure import Group, Measurement, groups
+from ds_runtime_bench.record import environment
+from ds_runtime_bench.shapes import config_of
+
+if TYPE_CHECKING:
+    from ds_runtime_bench.ops.subjects import Subject, Timed
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step attends them
+_DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
+_SMALL = 1 << 10  # values of the smallest op
+_FLOOR_CALLS = 256
+_V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+Geometry = tuple[str, Mapping[str, Any], Mapping[str, Any]]
+"""A named shape, what is other in it, and settings of the engine."""
+_BY_NUMBER = {"tp": 4, "dp": 4, "ep": 4, "enable_dp_attention": True}
+LARGE: tuple[Geometry, ...] = (
+    (
+        "v3-slice",
+        {
+            **_V3,
+            "n_routed_experts": 64,
+            "num_attention_heads": 64,
+            "vocab_size": 40960,
+            "intermediate_size": 12288,
+        },
+        {},
+    ),
+    (
+        "v3-slice",
+        {
+            **_V3,
+            "moe_intermediate_size": 256,
+            "num_attention_heads": 16,
+            "vocab_size": 16384,
+            "intermediate_size": 2304,
+        },
+        {},
+    ),
+    (
+        "v2-lite",
+        {
+            "num_hidden_layers": 2,
+            "n_routed_experts": 32,
+            "vocab_size": 25600,
+            "intermediate_size": 5504,
+        },
+        {},
+    ),
+    ("v3-slice", {**_V3, "vocab_size": 40960}, _BY_NUMBER),
+    ("v2-lite", {"num_hidden_layers": 2, "vocab_size": 25600}, _BY_NUMBER),
+)
+SMALL: tuple[Geometry, ...] = (
+    ("lite-2", {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}, {}),
+    ("lite-2", {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}, {}),
+)
+
+
+def geometries(shapes: Sequence[str], own_memory: bool) -> tuple[Geometry, ...]:
+    """What is timed: these named shapes, or what suits a device."""
+    if shapes:
+        return tuple((name, {}, {}) for name in shapes)
+    return LARGE if own_memory else SMALL
+
+
+def assembled(
+    config: EngineConfig, explicit: Iterable[str], geometry: Geometry, weights: str
+) -> Assembly:
+    """The assembly of a geometry, for which no checkpoint is needed."""
+    name, values, settings = geometry
+    with tempfile.TemporaryDirectory() as folder:
+        named = Path(folder) / name
+        named.mkdir()
+        raw = {**config_of(name, weights), **values}
+        (named / "config.json").write_text(json.dumps(raw))
+        given = {"model": str(named), "load_format": "dummy", **settings}
+        return assemble(with_changes(config, given), {*explicit, *given})
+
+
+class Tuning:
+    """Points of every kernel, geometry by geometry, on one device."""
+
+    def __init__(self, seconds: float, rows: Sequence[int], tell: Callable[[str], None]) -> None:
+        self._seconds, self._rows, self._tell = seconds, tuple(rows), tell
+        self._found: dict[str, tuple[str, str, list[Point]]] = {}
+        self._first: Measurement | None = None
+
+    def add(self, assembly: Assembly, only: Sequence[str] = ()) -> None:
+        """All of its kernels, or those of `only` these ops."""
+        for context in SHORT:
+            measurement = Measurement(assembly, context, None, self._seconds, self._first)
+            self._first = self._first or measurement
+            for group in groups(assembly, only):
+                attends = group.sites[0].phase == "decode" and OPS[group.op].by_sequence
+                if context == SHORT[0] or attends:
+                    self._group(measurement, group)
+
+    def _group(self, measurement: Measurement, group: Group) -> None:
+        site = group.sites[0]
+        if site.op in APART:
+            return
+        shares = measurement.assembly.binding.shares.get((site.op, site.layer, site.module))
+        kernels = (group.bound,) if shares is None else shares.kernels
+        for kernel in kernels:
+            start, count = time.perf_counter(), 0
+            try:
+                for rows, method, subject in _subjects(
+                    measurement, group, kernel, [n for n in self._rows if _fits(group, n)]
+                ):
+                    if serving(shares, group.bound, method, rows) is kernel:
+                        self._point(measurement, group, kernel, method, rows, subject)
+                        count += 1
+            except Exception as e:  # a kernel that fails has the points that it has
+                said = (str(e).splitlines() or [""])[0]
+                self._tell(f"{group.op} {group.what}: {kernel.name}: {type(e).__name__}: {said}")
+            took = time.perf_counter() - start
+            self._tell(f"{group.op} {group.what}: {kernel.name}: {count} points in {took:.1f} s")
+
+    def _point(
+        self,
+        measurement: Measurement,
+        group: Group,
+        kernel: Kernel,
+        method: str,
+        rows: int,
+        subject: Subject,
+    ) -> None:
+        spent = measurement.time(subject.calls)
+        work = measurement.work(subject, kernel, group)
+        dtype = arithmetic(kernel, group.facts.dtype)
+        _, _, points = self._found.setdefault(key(kernel, method), (group.op, dtype, []))
+        points.append(Point(rows, work.nbytes, work.flops, spent))
+
+    def costs(self) -> Costs:
+        """What was found, with the device's rates and floors."""
+        assert self._first is not None, "nothing was added"
+        assembly, here = self._first.assembly, environment()
+        floor, launch, replay = floors(self._first)
+        device = assembly.device
+        return Costs(
+            device.name,
+            device.arch,
+            here["time"],
+            {**dict(assembly.plan.versions), "commit": here["commit"] or "unknown"},
+            self._first.ceilings.bandwidth,
+            dict(self._first.ceilings.compute),
+            floor,
+            launch,
+            replay,
+            {
+                name: KernelCost(op, dtype, tuple(points))
+                for name, (op, dtype, points) in sorted(self._found.items())
+            },
+        )
+
+
+def _fits(group: Group, rows: int) -> bool:
+    phase, sampled = group.sites[0].phase, not group.sites[0].captured
+    if phase == "decode" or sampled:
+        return rows <= _DECODED
+    return phase == "any" or rows >= _PROMPTS
+
+
+def _subjects(
+    measurement: Measurement, group: Group, kernel: Kernel, rows: Sequence[int]
+) -> Iterator[tuple[int, str, Subject]]:
+    """(rows, method, subject) of each method that the op's cost has, and of codes where the kernel
+    takes them."""
+    timed = measurement.timed(group, kernel)
+    methods = tuple(timed.cost.calls)
+    for n in rows:
+        for method, subject in zip(methods, timed.at(n), strict=True):
+            yield n, method, subject
+            coded = _coded(timed, n, subject) if group.op == "linear" else None
+            if coded is not None:
+                yield n, "apply_quantized", coded
+
+
+def _coded(timed: Timed, rows: int, plain: Subject) -> Subject | None:
+    """The same of activations that come as codes; None where the kernel takes none."""
+    kernel: Any = timed.kernel
+    groups = kernel.quantizes(rows, timed.packed[0]) if hasattr(kernel, "quantizes") else None
+    if groups is None:
+        return None
+    x = plain.calls[0].args[0]  # type: ignore[attr-defined]
+    codes = load_attr(OPS["quantize_group"].reference)(x, *groups)
+
+    def call(packed: Any) -> Callable[[], Any]:
+        return lambda: kernel.apply_quantized(*codes, packed)
+
+    return replace(plain, calls=[call(packed) for packed in timed.packed])
+
+
+def floors(measurement: Measurement) -> tuple[float, float, float]:
+    """Seconds of the smallest op in a captured step; of one that the host queues; of a captured
+    step of one op. Where nothing is captured, the last is the second."""
+    import torch
+
+    platform = measurement.platform
+    x = torch.ones(_SMALL, device=measurement.device)
+
+    def call() -> Any:
+        return x.add_(1.0)
+
+    def many() -> None:
+        for _ in range(_FLOOR_CALLS):
+            call()
+
+    def best(run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            run()
+            platform.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    many()
+    platform.synchronize()
+    launch = best(many) / _FLOOR_CALLS
+    if not (platform.asynchronous and platform.captures):
+        return launch, launch, launch
+    graphs = platform.graph_backend(0)
+    return best(graphs.capture(many)) / _FLOOR_CALLS, launch, best(graphs.capture(call))
