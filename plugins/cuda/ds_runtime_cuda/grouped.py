@@ -15,7 +15,8 @@ from ds_runtime_cuda.quant import GROUP, groups_of, scale_columns
 
 
 class Rows(NamedTuple):
-    """`of` [tokens, top_k] int64: the row of each pair. `owner` [rows] int32: its expert, or −1.
+    """`of` [tokens, top_k] int64: the row of each pair, −1 of those whose expert another rank has.
+    `owner` [rows] int32: its expert, or −1.
 
     `ends` [experts] int32: behind each expert's last row, padding included.
     """
@@ -26,7 +27,8 @@ class Rows(NamedTuple):
 
 
 def sort_rows(ids: Tensor, experts: int, align: int) -> Rows:
-    """A row for every pair of token and expert. ids: [tokens, top_k] int32, distinct per token."""
+    """A row for every pair of token and expert. ids: [tokens, top_k] int32, distinct per token, −1
+    where there is no pair."""
     pairs = ids.numel()
     most = most_rows(pairs, experts, align)
     if ids.is_cuda and pairs:
@@ -46,7 +48,8 @@ def sort_rows(ids: Tensor, experts: int, align: int) -> Rows:
     ends = ((counts + align - 1) // align * align).cumsum(0)
     begins = ends - (counts + align - 1) // align * align
     rank = torch.arange(pairs, device=ids.device) - bounds[chosen]
-    rows = torch.empty_like(flat).scatter_(0, order, begins[chosen] + rank)
+    placed = torch.where(chosen >= 0, begins[chosen] + rank, -1)
+    rows = torch.empty_like(flat).scatter_(0, order, placed)
     owner = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True)
     owner = torch.where(owner < experts, owner, -1).to(torch.int32)
     return Rows(rows.view(ids.shape), owner, ends.to(torch.int32))
@@ -72,9 +75,10 @@ def scatter(x: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor
         quantise_to(x, rows.of, q, scale, powers)
     else:
         values, sizes = groups_of(x, powers)
-        for i in range(rows.of.shape[1]):
-            q.view(torch.uint8)[rows.of[:, i]] = values.reshape(x.shape).view(torch.uint8)
-            scale[rows.of[:, i]] = sizes
+        codes = values.reshape(x.shape).view(torch.uint8)
+        for to in rows.of.T:
+            here = to >= 0
+            q.view(torch.uint8)[to[here]], scale[to[here]] = codes[here], sizes[here]
     return q, scale
 
 
@@ -105,6 +109,6 @@ def combine(y: Tensor, weights: Tensor, rows: Rows) -> Tensor:
 
         combine_rows(y, weights.contiguous(), rows.of, out)
     else:
-        picked = y[rows.of].to(torch.float32)  # [tokens, top_k, n]
-        out.copy_((picked * weights.unsqueeze(-1)).sum(1))
+        picked = y[rows.of].to(torch.float32) * weights.unsqueeze(-1)  # [tokens, top_k, n]
+        out.copy_(picked.masked_fill_(rows.of.unsqueeze(-1) < 0, 0).sum(1))
     return out

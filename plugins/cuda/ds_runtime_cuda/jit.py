@@ -68,7 +68,8 @@ def _count(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """counts [blocks, EXPERTS]: pairs of each expert in every block."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    found = tl.histogram(tl.load(ids + at, mask=at < pairs, other=0), EXPERTS, mask=at < pairs)
+    id = tl.load(ids + at, mask=at < pairs, other=-1)
+    found = tl.histogram(id, EXPERTS, mask=id >= 0)
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
@@ -99,20 +100,20 @@ def _place(
     ids, first, ends, rows, owner, pairs, most, experts,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs: rows of PAIRS pairs, behind those of one expert in the same block. The
-    others: owners of ROWS rows."""
+    """The first programs: rows of PAIRS pairs, behind those of one expert in the same block; −1 of
+    those that have none here. The others: owners of ROWS rows."""
     pid = tl.program_id(0)
     programs = tl.cdiv(pairs, PAIRS)
     if pid < programs:
         at = pid * PAIRS + tl.arange(0, PAIRS)
-        id = tl.load(ids + at, mask=at < pairs, other=0)
+        id = tl.load(ids + at, mask=at < pairs, other=-1)
         block = pid * PAIRS // BLOCK
         other = block * BLOCK + tl.arange(0, BLOCK)
         theirs = tl.load(ids + other, mask=other < pairs, other=-1)
         ahead = (theirs[None, :] == id[:, None]) & (other[None, :] < at[:, None])
         rank = tl.sum(ahead.to(tl.int32), 1)
-        place = tl.load(first + block * EXPERTS + id, mask=at < pairs, other=0) + rank
-        tl.store(rows + at, place.to(tl.int64), mask=at < pairs)
+        place = tl.load(first + block * EXPERTS + id, mask=id >= 0, other=0) + rank
+        tl.store(rows + at, tl.where(id >= 0, place, -1).to(tl.int64), mask=at < pairs)
     else:
         row = (pid - programs) * ROWS + tl.arange(0, ROWS)
         expert = tl.arange(0, EXPERTS)
@@ -153,8 +154,9 @@ def _scatter(
     coded, sizes = _scaled(values, POWERS)
     for i in range(TOP_K):
         row = tl.load(rows + token * TOP_K + i).to(tl.int64)
-        tl.store(q + row * n + at, coded, mask=inside)
-        tl.store(scale + group * scale_column + row, sizes, mask=group * 128 < n)
+        end = tl.where(row >= 0, n, 0)
+        tl.store(q + row * n + at, coded, mask=at < end)
+        tl.store(scale + group * scale_column + row, sizes, mask=group * 128 < end)
 
 
 def quantise_to(x: Tensor, rows: Tensor, q: Tensor, scale: Tensor, powers: bool = False) -> None:
@@ -209,8 +211,9 @@ def _combine(y, weights, rows, out, n, TOP_K: tl.constexpr, CHUNK: tl.constexpr)
     total = tl.zeros((CHUNK,), tl.float32)
     for i in range(TOP_K):
         row = tl.load(rows + token * TOP_K + i).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + i)
-        total += weight * tl.load(y + row * n + at, mask=inside, other=0.0).to(tl.float32)
+        end = tl.where(row >= 0, n, 0)
+        weight = tl.where(row >= 0, tl.load(weights + token * TOP_K + i), 0.0)
+        total += weight * tl.load(y + row * n + at, mask=at < end, other=0.0).to(tl.float32)
     tl.store(out + token * n + at, total.to(out.dtype.element_ty), mask=inside)
 
 

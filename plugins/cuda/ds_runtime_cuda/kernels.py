@@ -246,6 +246,7 @@ def _streamed(
         few_experts,
         *each,
         formats=formats,
+        skips_absent=True,
         note="compiled by NVRTC when it is first needed",
         rows=rows,
         footprint=Footprint(beside=beside),
@@ -296,6 +297,7 @@ MOE: tuple[Kernel, ...] = (
         few_experts,
         column_pairs,
         formats=FP8,
+        skips_absent=True,
         note="compiled by NVRTC when it is first needed",
         rows=RowRange(FP8_EXPERTS, 1280, 10240),
         compiles=Compiles("grouped_fp8:compile_experts"),
@@ -310,6 +312,7 @@ MOE: tuple[Kernel, ...] = (
         BF16,
         EXPERT_BLOCKS,
         formats=FP8,
+        skips_absent=True,
         note="fills every expert's rows up to 128: for long prompts",
         rows=RowRange(FP8_EXPERTS, 4096),  # where it takes as long as the portable kernel
     ),
@@ -321,6 +324,7 @@ MOE: tuple[Kernel, ...] = (
         checks.sixteen_bytes,
         queues,
         formats=DENSE,
+        skips_absent=True,
     ),
     _streamed(
         "ExpertsFp8",

@@ -96,7 +96,9 @@ class ExpertsGroupedMm(ReferenceExperts):
         rows = grouped.sort_rows(ids, packed.shape[0], align=1)
         pairs, top_k = ids.numel(), ids.shape[1]
         tokens = torch.arange(pairs, device=x.device) // top_k
-        source = torch.empty_like(tokens).scatter_(0, rows.of.view(-1), tokens)
-        hidden = torch._grouped_mm(x[source], gate_up.transpose(1, 2), offs=rows.ends)
+        of = rows.of.view(-1)
+        to = torch.where(of >= 0, of, pairs)  # behind all rows, where another rank has the expert
+        source = tokens.new_zeros(pairs + 1).scatter_(0, to, tokens)
+        hidden = torch._grouped_mm(x[source[:-1]], gate_up.transpose(1, 2), offs=rows.ends)
         out = torch._grouped_mm(silu_mul(hidden), down.transpose(1, 2), offs=rows.ends)
         return grouped.combine(out, weights, rows)

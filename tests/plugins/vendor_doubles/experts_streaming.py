@@ -88,7 +88,7 @@ def _tiles(a, bm: int) -> list[tuple[int, int]]:
 def arrange(a, bm: int, fp8: int, grid) -> None:
     require(grid[0] == a.tokens and grid[1] in (1, -(-a.hidden // 1024)), "a block per token")
     ids = at(a.ids, I32, a.tokens * a.top_k)
-    counts = torch.bincount(ids, minlength=a.experts)
+    counts = torch.bincount(ids[ids >= 0], minlength=a.experts)
     tiles = (counts + bm - 1) // bm
     table = at(a.begins, torch.int16, 2 * a.experts + 1)
     table[0], table[1 : a.experts + 1] = 0, tiles.cumsum(0)
@@ -99,6 +99,8 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
     x_rows = at(a.x_rows, FP8 if fp8 else BF16, a.rows, a.hidden)
     taken = [0] * a.experts
     for pair, e in enumerate(ids.tolist()):
+        if e < 0:
+            continue
         row = int(table[e]) * bm + taken[e]
         taken[e] += 1
         at(a.pair_of, I32, a.rows)[row] = pair
@@ -165,5 +167,6 @@ def experts(a, bm: int, fp8: int, grid) -> None:
 
 def combine(a, bm: int, fp8: int, grid) -> None:
     require(grid == (a.tokens, -(-a.hidden // 1024)), "a block per token and part of its row")
-    y = at(a.y, BF16, a.tokens, a.top_k, a.hidden)
-    at(a.out, BF16, a.tokens, a.hidden).copy_(y.float().sum(1))
+    y = at(a.y, BF16, a.tokens, a.top_k, a.hidden).float()
+    y = y.masked_fill(at(a.ids, I32, a.tokens, a.top_k, 1) < 0, 0)
+    at(a.out, BF16, a.tokens, a.hidden).copy_(y.sum(1))

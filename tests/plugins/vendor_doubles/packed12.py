@@ -187,6 +187,8 @@ def _gate_up(a, defines, grid, threads, shared) -> None:
     wide = at(a.x, BF16, (a.tokens - 1) * a.stride + a.hidden)
     x = torch.as_strided(wide, (a.tokens, a.hidden), (a.stride, 1)).double()
     for pair, e in enumerate(at(a.ids, I32, pairs).tolist()):
+        if e < 0:
+            continue
         weight = _expert(a.gate_up, e, 2 * a.inter, a.hidden, a.gate_up_back, 2)
         made = silu_mul((x[pair // a.top_k] @ weight.T)[None])[0]
         at(a.h, BF16, pairs, a.inter)[pair] = made.to(BF16)
@@ -201,6 +203,8 @@ def _down(a, defines, grid, threads, shared) -> None:
     for token, row in enumerate(at(a.ids, I32, a.tokens, a.top_k).tolist()):
         total = torch.zeros(a.hidden, dtype=torch.float64)
         for k, e in enumerate(row):
+            if e < 0:
+                continue
             weight = _expert(a.down, e, a.hidden, a.inter, a.down_back, 1)
             total += (h[token, k] @ weight.T) * weights[token, k]
         out[token] = total.to(BF16)

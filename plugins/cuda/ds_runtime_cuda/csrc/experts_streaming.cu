@@ -63,7 +63,7 @@ struct alignas(64) Args {
   int* state;               // next unit, then finished units of gate and up of each tile
   const u16* input;         // bfloat16 [tokens, hidden]
   const float* weights;     // [tokens, top_k]
-  const int* ids;
+  const int* ids;           // [tokens, top_k]; below 0: another rank has the expert
   u16* out;                 // bfloat16 [tokens, hidden]
   long long stride;         // between rows of the input
   int tokens, top_k, experts, hidden, inter, rows, most, powers;
@@ -504,7 +504,10 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   fetch(begin);
   for (int e = thread; e < a.experts; e += 256) counts[e] = 0;
   __syncthreads();
-  for (int i = thread; i < pairs; i += 256) atomicAdd(&counts[__ldcg(a.ids + i)], 1);
+  for (int i = thread; i < pairs; i += 256) {
+    const int e = __ldcg(a.ids + i);
+    if (e >= 0) atomicAdd(&counts[e], 1);
+  }
   int place = 0, expert = 0;
   const int pair = token * a.top_k + warp;  // the first of this warp's
   auto look = [&](int at) {
@@ -543,9 +546,9 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   for (int k = warp; k < a.top_k; k += 8) {
     if (k > warp) look(token * a.top_k + k);
     if (lane == 0) {
-      const int row = (begins[expert] + place / BM) * BM + place % BM;
+      const int row = expert < 0 ? -1 : (begins[expert] + place / BM) * BM + place % BM;
       rows[k] = row;
-      if (begin == 0) {
+      if (begin == 0 && row >= 0) {
         a.pair_of[row] = token * a.top_k + k;
         a.weight_of[row] = a.weights[token * a.top_k + k];
       }
@@ -572,12 +575,14 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
             e4m3_pair(v0 / scale, v1 / scale) | e4m3_pair(v2 / scale, v3 / scale) << 16;
         for (int k = 0; k < a.top_k; ++k) {
           const long long row = rows[k];
+          if (row < 0) continue;
           *reinterpret_cast<u32*>(static_cast<u8*>(a.x_rows) + row * a.hidden + at) = codes;
           if (lane == 0) a.x_scale[(long long)(at / 128) * a.rows + row] = scale;
         }
       } else {
         for (int k = 0; k < a.top_k; ++k) {
           const long long row = rows[k];
+          if (row < 0) continue;
           *reinterpret_cast<uint2*>(static_cast<u16*>(a.x_rows) + row * a.hidden + at) = words[i];
         }
       }
@@ -748,9 +753,11 @@ extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant_
   if (at >= a.hidden) return;
   const long long token = blockIdx.x;
   const u16* from = a.y + token * a.top_k * a.hidden + at;
+  const int* ids = a.ids + token * a.top_k;
   float sum[8] = {};
 #pragma unroll 4
   for (int k = 0; k < a.top_k; ++k) {
+    if (__ldcg(ids + k) < 0) continue;  // nobody has written this row
     const uint4 words = __ldcg(reinterpret_cast<const uint4*>(from + (long long)k * a.hidden));
     const u32 each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

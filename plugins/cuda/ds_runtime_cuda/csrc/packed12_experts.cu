@@ -22,7 +22,7 @@ struct Args {
   const u16* x;       // bfloat16 [tokens, hidden]
   u16* h;             // bfloat16 [pairs, inter]
   const float* weights;
-  const int* ids;     // [tokens, top_k]
+  const int* ids;     // [tokens, top_k]; below 0: another rank has the expert
   u16* out;           // bfloat16 [tokens, hidden]
   long long stride;   // between rows of x
   float gate_up_back, gate_up_lift, down_back, down_lift;
@@ -47,7 +47,9 @@ extern "C" __global__ void __launch_bounds__(128, 4) gate_up(const __grid_consta
   invite();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, pair = blockIdx.y;
   const int half = warp & 1, steps = a.hidden / kTileColumns, first = cut(steps, warp >> 1);
-  const long long block = (long long)__ldcg(a.ids + pair) * (a.inter / kTileRows) + blockIdx.x / 8;
+  const int expert = __ldcg(a.ids + pair);
+  if (expert < 0) return;
+  const long long block = (long long)expert * (a.inter / kTileRows) + blockIdx.x / 8;
   Rows<1> rows{a.gate_up + ((block * steps + first) * 2 + half) * kTile, 2 * kTile,
                cut(steps, (warp >> 1) + 1) - first, int(blockIdx.x % 8), lane, a.gate_up_lift};
   rows.begin();
@@ -75,18 +77,20 @@ extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y;
   const int choice = warp >> 1, steps = a.inter / kTileColumns, first = cut(steps, warp & 1);
   const int pair = token * a.top_k + choice;
-  const long long block = (long long)__ldcg(a.ids + pair) * (a.hidden / kTileRows) + blockIdx.x / 8;
+  const int expert = __ldcg(a.ids + pair);
+  const bool here = expert >= 0;  // else neither its weights nor its row of h are there
+  const long long block = (long long)max(expert, 0) * (a.hidden / kTileRows) + blockIdx.x / 8;
   const float weight = __ldcg(a.weights + pair) * a.down_back;
   Rows<1> rows{a.down + (block * steps + first) * kTile, kTile,
                cut(steps, (warp & 1) + 1) - first, int(blockIdx.x % 8), lane, a.down_lift};
-  rows.begin();
+  if (here) rows.begin();
   follow();
   copy(h, a.h + (long long)token * a.top_k * a.inter, a.top_k * a.inter);
   __syncthreads();
-  rows.finish(h + choice * a.inter + first * kTileColumns, 0, 1);
+  if (here) rows.finish(h + choice * a.inter + first * kTileColumns, 0, 1);
   if ((lane & 3) == 0) {
-    sums[warp][lane >> 2] = rows.sums[0] * weight;
-    sums[warp][8 + (lane >> 2)] = rows.sums[2] * weight;
+    sums[warp][lane >> 2] = here ? rows.sums[0] * weight : 0.f;
+    sums[warp][8 + (lane >> 2)] = here ? rows.sums[2] * weight : 0.f;
   }
   __syncthreads();
   if (threadIdx.x >= 16) return;
