@@ -67,8 +67,24 @@ class Memory:
             raise RuntimeError(f"no {what} here")
 
 
-def ranks(size, monkeypatch, run, fault=""):
-    """What `run(communicator)` returns of each rank."""
+class Meetings:
+    """Of threads, which stand for processes."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    @property
+    def count(self):
+        return self.counts[PLACE.rank]
+
+    @count.setter
+    def count(self, value):
+        self.counts[PLACE.rank] = value
+
+
+def ranks(size, monkeypatch, run, fault="", before=None):
+    """What `run(communicator)` returns of each rank. before: meetings of each one's process."""
+    monkeypatch.setattr(ordered_sum, "_Meetings", Meetings(before or [0] * size))
     memory, shared, found = Memory(size, fault), Shared(size), [None] * size
     monkeypatch.setattr(symmetric, "empty", memory.empty)
     monkeypatch.setattr(symmetric, "rendezvous", memory.rendezvous)
@@ -119,6 +135,36 @@ def test_ranks_that_cannot_share_memory_gather_all_alike(monkeypatch, caplog, fa
     assert found == [None] * 4
     (said,) = caplog.records  # of rank 0 alone
     assert re.search(f"sums in the order of the ranks gather their parts: {why}", said.getMessage())
+
+
+def test_a_process_that_had_an_engine_before_gathers(monkeypatch, caplog):
+    """torch would wait for ever: it numbers the meetings of a process."""
+    with caplog.at_level(logging.WARNING):
+        for before in ([3, 0], [None, None]):
+            found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=before)
+            assert found == [None, None]
+    assert "met [3, 0] times before" in caplog.records[0].getMessage()
+    found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=[3, 3])
+    assert None not in found and ordered_sum._Meetings.counts == [4, 4]
+
+
+def test_meetings_are_counted_and_a_failure_is_not_forgotten(monkeypatch):
+    made = ordered_sum.OrderedSum(SimpleNamespace(group_name="all"), 8, torch.device("cpu"))
+    monkeypatch.setattr(symmetric, "empty", lambda n, dtype, device: torch.empty(n))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda buffer, name: None)
+    monkeypatch.setattr(ordered_sum._Meetings, "count", 0)
+    made.allocate()
+    made.meet()
+    made.meet()
+    assert ordered_sum._Meetings.count == 2
+
+    def fail(buffer, name):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(symmetric, "rendezvous", fail)
+    with pytest.raises(RuntimeError):
+        made.meet()
+    assert ordered_sum._Meetings.count is None
 
 
 def test_groups_of_other_sizes_and_links_are_not_tried():

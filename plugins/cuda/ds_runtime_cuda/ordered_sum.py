@@ -4,6 +4,9 @@ Every rank copies its part into a buffer that the others can read. torch's one-s
 waits for all ranks, reads the parts, and adds them from rank 0 on (`load_and_reduce` in torch's
 CUDASymmetricMemoryOps.cu). The buffer is float32, so that sums have the bits of parts that were
 gathered and added. Multicast stays off: whether it may be used depends on the machine.
+
+torch numbers the meetings of a process, and ranks meet under that number. A process that has had an
+engine before is ahead of new ones, and would wait for ever: its next engine gathers.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +26,12 @@ from ds_runtime.api import TorchCommunicator
 log = logging.getLogger(__name__)
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+class _Meetings:
+    """Of this process; None: one has failed, and torch may be at any number."""
+
+    count: int | None = 0
 
 
 class OrderedSum:
@@ -43,7 +53,9 @@ class OrderedSum:
         """Let the other ranks read the buffer, as they let this one. Every rank calls it."""
         import torch.distributed._symmetric_memory as symmetric
 
+        before, _Meetings.count = _Meetings.count, None
         symmetric.rendezvous(self._buffer, self._name)
+        _Meetings.count = None if before is None else before + 1
 
     def __call__(self, x: Tensor) -> Tensor:
         """Any shape of at most `values` values, float16, bfloat16 or float32 → float32, flat."""
@@ -70,7 +82,8 @@ class NvlinkCommunicator(TorchCommunicator):
             return None
         assert self._device is not None
         made = OrderedSum(self._group, values, self._device)
-        for step in (made.allocate, made.meet, lambda: _check(made, self)):
+        check = partial(_check, made, self)
+        for step in (partial(_check_meetings, self), made.allocate, made.meet, check):
             if why := next(filter(None, self.gather_objects(_tried(step))), ""):
                 if self.rank == 0:
                     log.warning("sums in the order of the ranks gather their parts: %s", why)
@@ -85,6 +98,12 @@ def _tried(step: Callable[[], Any]) -> str:
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return ""
+
+
+def _check_meetings(comm: TorchCommunicator) -> None:
+    counts = comm.gather_objects(_Meetings.count)
+    if None in counts or len(set(counts)) > 1:
+        raise RuntimeError(f"processes have met {counts} times before, which torch needs equal")
 
 
 def _check(made: OrderedSum, comm: TorchCommunicator) -> None:
