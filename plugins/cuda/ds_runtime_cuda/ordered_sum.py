@@ -38,7 +38,7 @@ class OrderedSum:
     """A buffer of `values` float32 values of each rank of a group. Every rank makes one."""
 
     def __init__(self, group: dist.ProcessGroup, values: int, device: torch.device) -> None:
-        self._name, self._values, self._device = group.group_name, values, device
+        self._name, self.values, self._device = group.group_name, values, device
 
     def allocate(self) -> None:
         """Raises whatever torch raises where the device shares no memory."""
@@ -46,7 +46,7 @@ class OrderedSum:
 
         os.environ[_NO_MULTICAST] = "1"  # read when ranks meet
         self._buffer: Tensor = symmetric.empty(
-            self._values, dtype=torch.float32, device=self._device
+            self.values, dtype=torch.float32, device=self._device
         )
 
     def meet(self) -> None:
@@ -113,7 +113,7 @@ def _check(made: OrderedSum, comm: TorchCommunicator) -> None:
     want = torch.zeros((), dtype=torch.float32)
     for part in parts:
         want += part
-    x = torch.full((257,), parts[comm.rank], device=comm._device)
+    x = torch.full((min(257, made.values),), parts[comm.rank], device=comm._device)
     found = made(x).cpu()
     if not bool((found == want).all()):
         raise RuntimeError(f"a sum of {parts} is {found[0].item()} instead of {want.item()}")
