@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from ds_runtime.ops.binding.bind import decide_all, refusals
 from ds_runtime.ops.contract import Gates, Offers, Site
 from ds_runtime.ops.kernel import Layout
 from ds_runtime.parallel.in_order import InOrder
-from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.parallel.world import World
 
+V3 = Path(__file__).parents[1] / "launch_lines" / "configs"
 INVARIANT = replace(BASE, batch_invariant=True)
 PROMPTS = {"mha_prefill", "merge_state", "cache_gather", "sparse_prefill", "mha_prefill_quantize"}
 
@@ -225,6 +227,75 @@ def test_every_group_of_several_ranks_adds_up_so():
         assert isinstance(world.group("tp"), InOrder if in_order else Group)
         assert not isinstance(world.group("attn_dp"), InOrder)
         assert not isinstance(world.everyone, InOrder)  # of objects, and splits
+
+
+class AtOnce(Group):
+    """Has a kernel for few values."""
+
+    def ordered_sum(self, values):
+        self.asked = [*getattr(self, "asked", ()), values]
+        return lambda x: self.added(x.numel())
+
+    def added(self, count):
+        self.calls = [*getattr(self, "calls", ()), count]
+        total = self.parts[0].reshape(-1).float()
+        for part in self.parts[1:]:
+            total = total + part.reshape(-1).float()
+        return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_few_values_are_summed_at_once_with_the_same_bits(dtype, monkeypatch):
+    torch.manual_seed(5)
+    parts = [(torch.randn(5, 6) * 10.0 ** (4 * i - 4)).to(dtype) for i in range(3)]
+    group = AtOnce(parts)
+    own, apart = InOrder(group), InOrder(AtOnce(parts), here=False)
+    assert group.asked == [MANY]
+    found, gathered = own.all_reduce(parts[1]), apart.all_reduce(parts[1])
+    assert torch.equal(found, gathered) and found.dtype == dtype and group.calls == [30]
+    assert not hasattr(apart._group, "asked"), "ranks of several hosts share no memory"
+    assert not InOrder(Group(parts))._at_once, "written before the contract had it"
+    padded = [torch.nn.functional.pad(p.reshape(-1), (0, -p.numel() % 3)) for p in parts]
+    group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
+    monkeypatch.setattr("ds_runtime.parallel.in_order.MANY", 30)
+    assert torch.equal(own.all_reduce(parts[1]), found) and group.calls == [30]
+
+
+def test_values_that_no_float32_holds_are_gathered():
+    parts = [torch.tensor([1.0, 2.0**-40], dtype=torch.float64)] * 3
+    assert torch.equal(InOrder(AtOnce(parts)).all_reduce(parts[1]), 3 * parts[0])
+    empty = [torch.empty(0, 4)] * 3
+    assert InOrder(AtOnce(empty)).all_reduce(empty[1]).shape == (0, 4)
+
+
+def test_each_group_is_asked_once_for_its_sum():
+    group = AtOnce([])
+    World(Mesh(3), group, True)  # of which several axes have the ranks
+    assert group.asked == [MANY]
+    World(Mesh(3, hosts=3), there := AtOnce([]), True)
+    assert not hasattr(there, "asked")
+
+
+@pytest.mark.parametrize(
+    ("device", "tp", "flags", "at_once"),
+    [
+        ("h200", 2, {}, True),
+        ("h200", 8, {}, True),
+        ("h200", 8, {"dp": 2, "enable_dp_attention": True}, True),
+        ("h200", 8, {"dp": 8, "enable_dp_attention": True}, False),
+        ("h200", 16, {}, False),
+        ("h200", 4, {"nnodes": 2, "dist_init_addr": "h:1"}, False),
+        ("l40s", 2, {}, False),
+    ],
+)
+def test_the_plan_says_which_sums_are_one_kernel(tmp_path, device, tp, flags, at_once):
+    config = V3 / "deepseek-v3-0324.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    given = {"tp": tp, "batch_invariant": True, **flags}
+    made = assemble(EngineConfig(model=str(tmp_path), **given), given, device=device)
+    assert made.adds_at_once == at_once
+    said = "sums of fewer than 262144 values are one kernel, which adds ranks in order"
+    assert (said in made.plan.given_up) == at_once
 
 
 class Share(Group):

@@ -120,6 +120,19 @@ class Thread:
         if not self._wrong("no wait"):
             self.group.barrier.wait()
 
+    def ordered_sum(self, values):
+        if self._wrong("no such sum"):
+            return None
+
+        def add(x):
+            xs = [y.reshape(-1) for y in self.group.exchange(self.rank, x)]
+            if self._wrong("in its own dtype"):
+                return (xs[0] + xs[1]).float()
+            found = xs[0].float() + xs[1].float()
+            return found.view(x.shape) if self._wrong("as it came") else found
+
+        return add
+
     def gather_objects(self, value):
         values = self.group.exchange(self.rank, value)
         return [value] * 2 if self._wrong("own twice") else values
@@ -155,11 +168,17 @@ def failures(op, fault):
         ("send_receive", "lost"),
         ("barrier", "no wait"),
         ("gather_objects", "own twice"),
+        ("ordered_sum", "in its own dtype"),
+        ("ordered_sum", "as it came"),
     ],
 )
 def test_a_wrong_communicator_is_found(op, fault):
     assert failures(op, None) == []
     assert failures(op, fault)
+
+
+def test_a_communicator_may_have_no_sum_in_order():
+    assert [*_cases(CpuPlatform(), Thread(Threads("no such sum"), 0), "ordered_sum")] == []
 
 
 PLUGIN = """

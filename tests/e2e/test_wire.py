@@ -65,7 +65,8 @@ def test_sums_in_order_bring_more_of_few_rows(v3, capsys):
     assembly = assemble(EngineConfig(model=v3, **settings), settings, device="h200")
     crossing, layers = Crossing.of(assembly), assembly.model.layers
     few, many = crossing.wire(layers, 36), crossing.wire(layers, 37)  # of 7,168 values
-    assert few.collectives == 124 and few.row == pytest.approx(123 * 7 * ROW + 7 / 8 * LOGITS)
+    assert few.collectives == 124  # in float32, by one kernel
+    assert few.row == pytest.approx(123 * 7 * 2 * ROW + 7 / 8 * LOGITS)
     assert many.collectives == 1 + 2 * 123
     assert many.row == pytest.approx(123 * 2 * 7 / 8 * ROW + 7 / 8 * LOGITS)
     assert main(["plan", "--model", v3, "--device", "h200", "--tp", "8", "--batch-invariant"]) == 0

@@ -46,7 +46,8 @@ class Wire:
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
-    ranks in their order (`parallel/in_order.py`). choices: bytes of a row's weights and ids of
+    ranks in their order (`parallel/in_order.py`); at_once: few values by one kernel, in float32.
+    choices: bytes of a row's weights and ids of
     experts; routed: layers in which these cross, too, as experts are divided by number; coded:
     bytes that a row's hidden state is less there, as FP8 codes with their scales.
     """
@@ -56,6 +57,7 @@ class Crossing:
     logits: int
     item: int = 4
     in_order: bool = False
+    at_once: bool = False
     choices: int = 0
     routed: int = 0
     coded: int = 0
@@ -72,13 +74,15 @@ class Crossing:
             if takes_codes(assembly):
                 coded = width - width // item - 4 * (width // item // _GROUP)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
-        return Crossing(mesh, width, vocab * item, item, in_order, choices, routed, coded)
+        at_once = in_order and assembly.adds_at_once
+        return Crossing(mesh, width, vocab * item, item, in_order, at_once, choices, routed, coded)
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of so many rows of every group."""
         groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
         few = self.in_order and rows * self.width < MANY * self.item
-        share = heads - 1 if few else 2 * (heads - 1) / heads
+        wide = 4 / self.item if self.at_once else 1
+        share = (heads - 1) * wide if few else 2 * (heads - 1) / heads
         inside = share / groups * self.width  # a sum, of a group's own rows
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits

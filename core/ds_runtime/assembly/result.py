@@ -21,7 +21,7 @@ from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
-from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 
@@ -85,6 +85,12 @@ class Assembly:
         """All ranks of the engine."""
         return Mesh.of(self.config)
 
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether ranks that add in their order have a kernel for few values."""
+        sizes = self.platform.ordered_sums.get(self.device.link, ())
+        return self.mesh.hosts == 1 and self.mesh.attn_tp in sizes
+
     @cached_property
     def plan(self) -> Plan:
         """The binding, and what it follows from."""
@@ -113,7 +119,11 @@ class Assembly:
         form = "cached keys and values" if self.model.expanded else form
         yield f"prompts attend {form} row by row, as decode steps do, not in tiles of queries"
         if self.config.tp > 1:
-            yield f"sums gather the parts of {self.config.tp} ranks, and each adds them in order"
+            what = "sums"
+            if self.adds_at_once:
+                what += f" of {MANY} values or more"
+                yield f"sums of fewer than {MANY} values are one kernel, which adds ranks in order"
+            yield f"{what} gather the parts of {self.config.tp} ranks, and each adds them in order"
         served: dict[tuple[str, str, str], None] = {}
         for made in self.binding.decisions:
             served |= {(made.op, made.kernel, name): None for name in made.instead}

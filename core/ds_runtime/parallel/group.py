@@ -6,7 +6,7 @@ need; one rank alone gets a `SoloCommunicator` from the engine. Nothing here kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -53,6 +53,9 @@ class SoloCommunicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def ordered_sum(self, values: int) -> None:
+        return None
 
     def split(self, groups: Sequence[Sequence[int]]) -> SoloCommunicator:
         return self
@@ -171,6 +174,9 @@ class TorchCommunicator:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
+        return None  # torch has none for every device
 
     def close(self) -> None:
         if dist.is_initialized():

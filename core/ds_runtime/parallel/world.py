@@ -26,10 +26,12 @@ class World:
             for groups in mesh.divisions
         }
         self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
-        self._groups: dict[AxisName, Communicator] = {}
-        for axis in AXES:
-            own = made[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo
-            self._groups[axis] = InOrder(own) if in_order and own.size > 1 else own
+        summing = dict(made)
+        if in_order:
+            summing = {groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}
+        self._groups: dict[AxisName, Communicator] = {
+            axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
+        }
 
     @classmethod
     def alone(cls) -> World:

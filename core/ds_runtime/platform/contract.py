@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.errors import ConfigError, UnsupportedError
@@ -98,6 +99,14 @@ class Communicator(Protocol):
         """Every rank's picklable object, by rank, on every rank; between trusted ranks only."""
         ...
 
+    def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
+        """How ranks of one host add at once, for `--batch-invariant`: a function that takes up to
+        `values` values, of the same shape on all ranks and of at most 4 bytes, and returns the
+        sums [n], added in float32 from rank 0 on. It runs in steps that are captured, too. None:
+        parts are gathered and added. Every rank asks at the same time, once for each group.
+        """
+        ...
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """This rank's group of several that each rank names alike: every rank is in one of them.
 
@@ -139,6 +148,8 @@ class Platform(ABC):
     capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
     for devices where recording is cheap and a spare row is not: decode steps, with drafts or
     without; the capture runs the step, too.
+    ordered_sums: by the link of devices on one host, how many ranks may be in a group whose
+    communicator has an `ordered_sum`.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
     and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
     loading that the KV cache takes at most where the user says nothing. local_rank: the index of
@@ -158,6 +169,7 @@ class Platform(ABC):
     own_memory: bool = False
     kv_share: float = 0.25
     local_rank: int | None = None
+    ordered_sums: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def configure(self, config: EngineConfig) -> None:
         """Take the settings that are about this device; called in every process once it is chosen.

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from ds_runtime.api import (
+    Communicator,
     DeviceInfo,
     MemoryInfo,
     Refusal,
@@ -115,6 +117,7 @@ class CudaPlatform(TorchPlatform):
     graph = "CUDAGraph"
     branches = True
     captures_prefill = True
+    ordered_sums = MappingProxyType({"nvlink": (2, 4, 8)})  # as torch's kernel is compiled for
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(_gpu(rank), software.features())
@@ -122,6 +125,22 @@ class CudaPlatform(TorchPlatform):
     def idle_memory(self, rank: int) -> MemoryInfo:
         total, free = driver.memory(_gpu(rank).bus)
         return MemoryInfo(total=total, free=free)
+
+    def communicator(
+        self, rank: int, size: int, init_method: str, timeout: float = 600.0
+    ) -> Communicator:
+        from ds_runtime_cuda.ordered_sum import NvlinkCommunicator
+
+        here = rank if self.local_rank is None else self.local_rank
+        return NvlinkCommunicator(
+            self.collectives,
+            rank,
+            size,
+            init_method,
+            timeout,
+            device=self.device(here),
+            sizes=lambda: self.ordered_sums.get(self.info(here).link, ()),
+        )
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
         super().init_worker(rank, size, threads)

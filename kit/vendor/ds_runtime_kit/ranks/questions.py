@@ -7,6 +7,7 @@ else to the bit. A rank may come late, or have nothing to give.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
 GROUP_OPS = (*SUMS, *MOVES, "barrier", "gather_objects")
+OPTIONAL = ("ordered_sum",)
 LATE = 0.05  # seconds
 _SHAPES = ((1, 8), (7, 33), (32, 7168))
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ def questions(
 ) -> Iterator[tuple[Key, Callable[[], str]]]:
     """Each with a call that says what is wrong, or ""."""
     for group, comm in _groups(everyone):
-        for op in GROUP_OPS:
+        for op in (*GROUP_OPS, *OPTIONAL):
             for case, run in _cases(platform, comm, op):
                 yield (op, group, case), run
 
@@ -63,6 +65,9 @@ def _cases(
             case = "plain" if late is None else f"rank {late} late"
             yield case, partial(_without_tensor, comm, op, late)
         return
+    if op == "ordered_sum":
+        yield from _ordered(platform, comm)
+        return
     one, shape = partial(_one, platform, comm, op), _SHAPES[1]
     for dtype in (*_FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
         for size in _SHAPES:
@@ -73,6 +78,41 @@ def _cases(
         yield f"rank {rank} empty", partial(one, "bfloat16", shape, empty=rank)
     if op != "gather_rows":  # which has one at least
         yield "no rows", partial(one, "float32", (0, 8))
+
+
+def _ordered(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callable[[], str]]]:
+    """None of a communicator that has no such sum."""
+    most = max(math.prod(shape) for shape in _SHAPES)
+    made = comm.ordered_sum(most) if hasattr(comm, "ordered_sum") else None
+    if made is not None:
+        for dtype in _FLOATS:
+            for shape in _SHAPES:
+                yield f"{dtype} {shape}", partial(_in_order, platform, comm, made, dtype, shape)
+        yield "a rank late", partial(_in_order, platform, comm, made, "float32", _SHAPES[0], 0)
+
+
+def _in_order(
+    platform: Platform,
+    comm: Communicator,
+    made: Callable[[Tensor], Tensor],
+    dtype: str,
+    shape: Sequence[int],
+    late: int | None = None,
+) -> str:
+    """The bits of parts that are added one by one, in float32 from rank 0 on."""
+    import torch
+
+    xs = [drawn(platform, dtype, shape, sum(shape), r, here=False) for r in range(comm.size)]
+    want = xs[0].float()
+    for x in xs[1:]:
+        want = want + x.float()
+    if comm.rank == late:
+        time.sleep(LATE)
+    found = made(xs[comm.rank].to(platform.device(platform.local_rank or 0))).cpu()
+    if found.dtype != torch.float32 or found.shape != (want.numel(),):
+        return f"{found.dtype} {tuple(found.shape)} instead of float32 ({want.numel()},)"
+    wrong = int((found != want.reshape(-1)).sum())
+    return f"{wrong} of {want.numel()} sums are not those from rank 0 on" if wrong else ""
 
 
 def _without_tensor(comm: Communicator, op: str, late: int | None) -> str:

@@ -1,0 +1,178 @@
+"""Sums of NVIDIA GPUs in the order of the ranks; a double stands in for torch's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory as symmetric
+
+from ds_runtime_cuda import ordered_sum
+from ds_runtime_cuda.ordered_sum import NvlinkCommunicator
+from thread_members import Shared
+
+PLACE = threading.local()  # which rank a thread is
+
+
+class Member(NvlinkCommunicator):
+    """A thread of a group, without torch.distributed."""
+
+    def __init__(self, shared, rank, sizes=(2, 4, 8)):
+        self.rank, self.size = rank, len(shared.values)
+        self._device, self._group = torch.device("cpu"), SimpleNamespace(group_name="all")
+        self._shared, self._sizes = shared, lambda: sizes
+
+    def gather_objects(self, value):
+        self._shared.values[self.rank] = value
+        self._shared.barrier.wait()
+        values = list(self._shared.values)
+        self._shared.barrier.wait()
+        return values
+
+
+class Memory:
+    """What `size` ranks share; `fault` names what fails, on the last rank if it is one rank's."""
+
+    def __init__(self, size, fault=""):
+        self.size, self.fault, self.shared = size, fault, Shared(size)
+        self.buffers = [None] * size
+
+    def empty(self, values, dtype, device):
+        self._fail("empty")
+        assert dtype == torch.float32
+        self.buffers[PLACE.rank] = torch.empty(values)
+        return self.buffers[PLACE.rank]
+
+    def rendezvous(self, buffer, name):
+        assert name == "all" and buffer is self.buffers[PLACE.rank]
+        self._fail("rendezvous")
+        self.shared.barrier.wait()
+
+    def add(self, part, how, name):
+        self.shared.barrier.wait()
+        parts = [buffer[: part.numel()] for buffer in self.buffers]
+        total = parts[0].clone()
+        for other in reversed(parts[1:]) if self.fault == "order" else parts[1:]:
+            total += other
+        self.shared.barrier.wait()
+        return total
+
+    def _fail(self, what):
+        if self.fault == what and PLACE.rank == self.size - 1:
+            raise RuntimeError(f"no {what} here")
+
+
+class Meetings:
+    """Of threads, which stand for processes."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    @property
+    def count(self):
+        return self.counts[PLACE.rank]
+
+    @count.setter
+    def count(self, value):
+        self.counts[PLACE.rank] = value
+
+
+def ranks(size, monkeypatch, run, fault="", before=None):
+    """What `run(communicator)` returns of each rank. before: meetings of each one's process."""
+    monkeypatch.setattr(ordered_sum, "_Meetings", Meetings(before or [0] * size))
+    memory, shared, found = Memory(size, fault), Shared(size), [None] * size
+    monkeypatch.setattr(symmetric, "empty", memory.empty)
+    monkeypatch.setattr(symmetric, "rendezvous", memory.rendezvous)
+    monkeypatch.setattr(ordered_sum, "_one_shot", lambda: memory.add)
+
+    def work(rank):
+        PLACE.rank = rank
+        found[rank] = run(Member(shared, rank))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_have_the_bits_of_parts_added_one_by_one(monkeypatch, size, dtype):
+    torch.manual_seed(size)
+    parts = [(torch.randn(6, 7) * 4.0**rank).to(dtype) for rank in range(size)]
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+
+    def run(comm):
+        add = comm.ordered_sum(1000)
+        return [add(parts[comm.rank].T), add(parts[comm.rank])]
+
+    want = parts[0].float()
+    for part in parts[1:]:
+        want = want + part.float()
+    for turned, found in ranks(size, monkeypatch, run):
+        assert torch.equal(found, want.reshape(-1))
+        assert torch.equal(turned, want.T.reshape(-1))
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("empty", "RuntimeError: no empty here"),
+        ("order", "RuntimeError: a sum of .* is .* instead of 3.0"),
+    ],
+)
+def test_ranks_that_cannot_share_memory_gather_all_alike(monkeypatch, caplog, fault, why):
+    with caplog.at_level(logging.WARNING):
+        found = ranks(4, monkeypatch, lambda comm: comm.ordered_sum(1000), fault)
+    assert found == [None] * 4
+    (said,) = caplog.records  # of rank 0 alone
+    assert re.search(f"sums in the order of the ranks gather their parts: {why}", said.getMessage())
+
+
+def test_a_process_that_had_an_engine_before_gathers(monkeypatch, caplog):
+    """torch would wait for ever: it numbers the meetings of a process."""
+    with caplog.at_level(logging.WARNING):
+        for before in ([3, 0], [None, None]):
+            found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=before)
+            assert found == [None, None]
+    assert "met [3, 0] times before" in caplog.records[0].getMessage()
+    found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=[3, 3])
+    assert None not in found and ordered_sum._Meetings.counts == [4, 4]
+
+
+def test_meetings_are_counted_and_a_failure_is_not_forgotten(monkeypatch):
+    made = ordered_sum.OrderedSum(SimpleNamespace(group_name="all"), 8, torch.device("cpu"))
+    monkeypatch.setattr(symmetric, "empty", lambda n, dtype, device: torch.empty(n))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda buffer, name: None)
+    monkeypatch.setattr(ordered_sum._Meetings, "count", 0)
+    made.allocate()
+    made.meet()
+    made.meet()
+    assert ordered_sum._Meetings.count == 2
+
+    def fail(buffer, name):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(symmetric, "rendezvous", fail)
+    with pytest.raises(RuntimeError):
+        made.meet()
+    assert ordered_sum._Meetings.count is None
+
+
+def test_groups_of_other_sizes_and_links_are_not_tried():
+    assert Member(Shared(3), 0).ordered_sum(1000) is None
+    assert Member(Shared(2), 0, sizes=()).ordered_sum(1000) is None
+
+
+def test_torchs_kernel_has_the_arguments_that_it_is_given():
+    """It exists in every build of torch; only devices lack it."""
+    said = str(ordered_sum._one_shot().default._schema)
+    assert "(Tensor input, str reduce_op, str group_name) -> Tensor" in said
