@@ -44,7 +44,7 @@ def config_of(demo: Config) -> Config:
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
         "swiglu_limit": 10.0,
-        "compress_ratios": [0, 128, 4, 128, 128],
+        "compress_ratios": [0, 0, 4, 128, 4],
         "sliding_window": 512,
         "index_n_heads": 4,
         "index_head_dim": 64,
