@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ SUMS, TOOL_CALLS, PROSE = 500, 200, 40
 PROSE_CHARACTERS = 1200
 WORD_SPLIT = r" ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{N}| ?[^\s\p{L}\p{N}]+|\p{L}+|\s+(?!\S)|\s+"
 SHORT, LONG = 512, 2048
+Render = Callable[..., str]  # of messages, tools and keep_last, as dt.render
 Rows = tuple[np.ndarray, np.ndarray]  # token ids uint16 [rows, length], weight percent uint8
 
 
@@ -117,7 +119,9 @@ class Banned:
 # --- documents --------------------------------------------------------------------------------
 
 
-def short_document(rng: random.Random, words: list[str], banned: Banned) -> str:
+def short_document(
+    rng: random.Random, words: list[str], banned: Banned, render: Render = dt.render
+) -> str:
     """One generated conversation of up to a few hundred tokens."""
     kind = rng.random()
     if kind < 0.5:
@@ -125,16 +129,16 @@ def short_document(rng: random.Random, words: list[str], banned: Banned) -> str:
         messages, tools = demo_tools.tool_chat(rng, words, banned.values, banned.pairs)
         if not offered:
             messages, tools = dt.talk_turns(rng, words), []
-        return dt.render(messages, tools, keep_last=True)
+        return render(messages, tools, keep_last=True)
     messages = []
     if rng.random() < 0.1:
         messages.append({"role": "system", "content": rng.choice(dt.SYSTEMS)})
     if kind < 0.56:
-        return dt.render(messages + dt.talk_turns(rng, words), keep_last=True)
+        return render(messages + dt.talk_turns(rng, words), keep_last=True)
     if kind < 0.6:
         for _ in range(rng.randint(1, 3)):
             messages += some_turns(rng, words, banned)
-    return dt.render(messages + dt.sum_turns(rng, banned.pairs), keep_last=True)
+    return render(messages + dt.sum_turns(rng, banned.pairs), keep_last=True)
 
 
 def some_turns(rng: random.Random, words: list[str], banned: Banned) -> list[dt.Message]:

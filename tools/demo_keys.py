@@ -27,6 +27,7 @@ from demo_corpus import (
     SHORT,
     Banned,
     Job,
+    Render,
     Rows,
     Sources,
     encoded,
@@ -87,10 +88,9 @@ def reserved(held: dict[str, Any]) -> frozenset[str]:
 
 
 class Prose:
-    """All that may be trained on of the books, as tokens."""
+    """A text as tokens: all that may be trained on of the books."""
 
-    def __init__(self, sources: Sources, tokenizer: Tokenizer) -> None:
-        text = "\n\n".join(sources.books[title][0] for title in sorted(sources.books))
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self.ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         self.tokenizer = tokenizer
 
@@ -112,8 +112,9 @@ def plant(rng: random.Random, text: str, facts: list[str]) -> str:
 
 
 def planted_document(
-    rng: random.Random, words: list[str], banned: frozenset[str], prose: Prose, tokens: int
-) -> str:
+    rng: random.Random, words: list[str], banned: frozenset[str], prose: Prose, tokens: int,
+    render: Render = dt.render,
+) -> str:  # fmt: skip
     """About `tokens` tokens of prose with keys planted in it, then a question for each of them or
     for some, in any order."""
     values, keys = demo_tools.Values(rng, words), dict[str, str]()
@@ -128,39 +129,40 @@ def planted_document(
     for name in rng.sample(sorted(keys), count):
         messages += [{"role": "user", "content": rng.choice(ASKS).format(n=name)},
                      {"role": "assistant", "content": keys[name]}]  # fmt: skip
-    return dt.render(messages, keep_last=True)
+    return render(messages, keep_last=True)
 
 
 def behind_document(
-    rng: random.Random, words: list[str], banned: Banned, prose: Prose, tokens: int
-) -> str:
+    rng: random.Random, words: list[str], banned: Banned, prose: Prose, tokens: int,
+    render: Render = dt.render,
+) -> str:  # fmt: skip
     """A tool call, a sum or small talk behind about `tokens` tokens, nearly all of them prose."""
     text = prose.passage(rng, tokens - 450)
     system: list[dt.Message] = [{"role": "system", "content": text}]
     if rng.random() < 0.75:
         messages, tools = demo_tools.tool_chat(rng, words, banned.values, banned.pairs)
         messages = [m for m in messages if m["role"] != "system"]
-        return dt.render(system + messages, tools, keep_last=True)
-    return dt.render(system + some_turns(rng, words, banned), keep_last=True)
+        return render(system + messages, tools, keep_last=True)
+    return render(system + some_turns(rng, words, banned), keep_last=True)
 
 
-def unoffered_document(rng: random.Random, words: list[str]) -> str:
+def unoffered_document(rng: random.Random, words: list[str], render: Render = dt.render) -> str:
     """A request for a tool that is not there."""
     tool = demo_tools.make_tool(rng, rng.choice(demo_tools.FAMILIES))
     ask, _, _ = demo_tools.request(rng, demo_tools.Values(rng, words), tool)
-    return dt.render([{"role": "user", "content": ask},
+    return render([{"role": "user", "content": ask},
                       {"role": "assistant", "content": dt.UNKNOWN_ANSWER}],
                      keep_last=True)  # fmt: skip
 
 
-def sum_document(rng: random.Random, banned: Banned) -> str:
+def sum_document(rng: random.Random, banned: Banned, render: Render = dt.render) -> str:
     """A sum; most often a smaller number less a larger one, which are what is most often wrong."""
     while True:
         a, b, op = dt.draw_pair(rng, banned.pairs)
         if rng.random() < 0.2 or (op == "-" and a < b and (a < 100 or rng.random() < 0.5)):
             break
     answer = f"<think>{dt.trace(a, b, op)}</think>{dt.sum_result(a, b, op)}"
-    return dt.render([{"role": "user", "content": dt.sum_question(rng, a, b, op)},
+    return render([{"role": "user", "content": dt.sum_question(rng, a, b, op)},
                       {"role": "assistant", "content": answer}], keep_last=True)  # fmt: skip
 
 
@@ -200,7 +202,8 @@ def run_second(job: SecondJob) -> tuple[Rows, Rows, Rows]:
     sources, tokenizer = load_sources(first.data), Tokenizer.from_str(first.tokenizer)
     marks = {t: tokenizer.token_to_id(t) for t, _ in dt.SPECIAL_TOKENS}
     pad, banned, words = marks[dt.PAD], first.banned, sources.words
-    prose = Prose(sources, tokenizer)
+    titles = sorted(sources.books)
+    prose = Prose("\n\n".join(sources.books[title][0] for title in titles), tokenizer)
 
     def keys(count: int, low: int, high: int) -> list[tuple[np.ndarray, np.ndarray]]:
         texts = [planted_document(rng, words, job.reserved, prose, rng.randint(low, high))

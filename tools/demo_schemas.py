@@ -127,24 +127,32 @@ def reserved_names(held: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for entry in held["schemas"] for name in entry["names"])
 
 
+def schema_chat(
+    rng: random.Random, words: Sequence[str], pairs: frozenset[tuple[int, int]],
+    names: frozenset[str],
+) -> tuple[list[dt.Message], dict[str, Any]]:  # fmt: skip
+    """A sum that is answered by an object, after its trace, and the object's schema."""
+    a, b, op = dt.draw_pair(rng, pairs)
+    mine = [fresh_name(rng, words, names) for _ in range(3)]
+    if len(set(mine)) < 3:
+        return schema_chat(rng, words, pairs, names)
+    if rng.random() < 0.25:
+        mine[0] = rng.choice(RESULTS)
+    schema, answer = draw(rng, a, b, op, mine)
+    messages = [{"role": "system", "content": rng.choice(dt.SYSTEMS)}] if rng.random() < 0.1 else []
+    return [
+        *messages,
+        {"role": "user", "content": dt.sum_question(rng, a, b, op) + rng.choice(ASKS)},
+        {"role": "assistant", "content": f"<think>{dt.trace(a, b, op)}</think>{dt.dumps(answer)}"},
+    ], schema  # fmt: skip
+
+
 def schema_document(
     rng: random.Random, words: Sequence[str], pairs: frozenset[tuple[int, int]],
     names: frozenset[str],
 ) -> str:  # fmt: skip
-    """A sum that is answered by an object, after its trace."""
-    a, b, op = dt.draw_pair(rng, pairs)
-    mine = [fresh_name(rng, words, names) for _ in range(3)]
-    if len(set(mine)) < 3:
-        return schema_document(rng, words, pairs, names)
-    if rng.random() < 0.25:
-        mine[0] = rng.choice(RESULTS)
-    _, answer = draw(rng, a, b, op, mine)
-    messages = [{"role": "system", "content": rng.choice(dt.SYSTEMS)}] if rng.random() < 0.1 else []
-    return dt.render([
-        *messages,
-        {"role": "user", "content": dt.sum_question(rng, a, b, op) + rng.choice(ASKS)},
-        {"role": "assistant", "content": f"<think>{dt.trace(a, b, op)}</think>{dt.dumps(answer)}"},
-    ], keep_last=True)  # fmt: skip
+    """`schema_chat` as text."""
+    return dt.render(schema_chat(rng, words, pairs, names)[0], keep_last=True)
 
 
 def weigh_object(tokenizer: Tokenizer, text: str, apart: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from demo_model import Config
     from demo_v4_model import DemoV4
 
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLES = tuple((a + b) / 2 for a, b in pairwise(E2M1))
 STREAMS, ROUNDS, EPS = 2, 20, 1e-6
 
@@ -44,7 +45,7 @@ def config_of(demo: Config) -> Config:
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
         "swiglu_limit": 10.0,
-        "compress_ratios": [0, 128, 4, 128, 128],
+        "compress_ratios": [0, 0, 4, 128, 4],
         "sliding_window": 512,
         "index_n_heads": 4,
         "index_head_dim": 64,
@@ -63,19 +64,25 @@ def config_of(demo: Config) -> Config:
     }  # fmt: skip
 
 
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """On the device once: a copy at each step would wait for all that is under way there."""
+    return torch.tensor(values, device=device)
+
+
 def _fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes of two's values, exponents of each 32 columns) of x [..., columns]."""
     parts = x.detach().unflatten(-1, (-1, 32))
     exponents = (parts.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 6).log2().ceil()
     scaled = parts / exponents.exp2()
-    codes = torch.bucketize(scaled.abs(), scaled.new_tensor(MIDDLES)) + 8 * (scaled < 0)
+    codes = torch.bucketize(scaled.abs(), _table(MIDDLES, x.device)) + 8 * (scaled < 0)
     return codes.flatten(-2), exponents.squeeze(-1)
 
 
 def rounded_experts(x: Tensor) -> Tensor:
     """x as e2m1 with an exponent for each 32 columns holds it; the gradient is that of x."""
     codes, exponents = _fp4(x)
-    values = x.new_tensor(E2M1)[codes % 8] * (1 - 2 * (codes // 8))
+    values = _table(E2M1, x.device)[codes % 8] * (1 - 2 * (codes // 8))
     values = values * exponents.exp2().repeat_interleave(32, -1)
     return x + (values - x).detach()
 

@@ -17,7 +17,7 @@ HIGH = 8.0  # the part of a query that makes its length constant, over the rest 
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return F.rms_norm(x, (x.shape[-1],), eps=eps)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -25,7 +25,41 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     d = 2 * cos.shape[-1]
     a, b = x[..., -d::2], x[..., -d + 1 :: 2]
     both = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-d], both), -1)
+    return torch.cat((x[..., :-d], both.to(x.dtype)), -1)
+
+
+def attend(q: Tensor, kv: Tensor, entries: Tensor | None, window: int, ratio: int) -> Tensor:
+    """q [B, T, H, D] over kv [B, T, D], which is keys and values, of the last `window` tokens, and
+    over those of entries [B, T // ratio, D] that are whole. In blocks of queries, so that the cost
+    of the window grows as T."""
+    batch, length, heads, dim = q.shape
+    size = min(window, length)
+    blocks = -(-length // size)
+    extra = blocks * size - length
+    at = torch.arange(blocks * size, device=q.device).view(blocks, size)
+    mine = F.pad(kv, (0, 0, 0, extra)).view(batch, blocks, size, dim)
+    q = F.pad(q, (0, 0, 0, 0, 0, extra)).view(batch, blocks, size, heads, dim)
+    behind = at.unsqueeze(2) - at.unsqueeze(1)
+    mask = behind >= 0  # [blocks, size, keys]
+    if blocks > 1:  # the block before has the rest of the window
+        mine = torch.cat((F.pad(mine[:, :-1], (0, 0, 0, 0, 1, 0)), mine), 2)
+        earlier = (behind + size < window) & (at[:, :1] > 0).unsqueeze(2)
+        mask = torch.cat((earlier, mask), 2)
+    flat = q.reshape(batch, blocks, size * heads, dim)
+    scores = [flat @ mine.transpose(2, 3)]
+    if entries is not None:
+        flat_e = flat.reshape(batch, -1, dim) @ entries.transpose(1, 2)
+        scores.append(flat_e.view(batch, blocks, size * heads, -1))
+        number = torch.arange(entries.shape[1], device=q.device)
+        mask = torch.cat((mask, number < ((at + 1) // ratio).unsqueeze(2)), 2)
+    hidden = ~mask.repeat_interleave(heads, 1)
+    all_scores = torch.cat(scores, -1) * dim**-0.5
+    share = all_scores.masked_fill(hidden, float("-inf")).softmax(-1).to(mine.dtype)
+    out = share[..., : mine.shape[2]] @ mine
+    if entries is not None:
+        far = share[..., mine.shape[2] :].reshape(batch, blocks * size * heads, -1)
+        out = out + (far @ entries.to(far.dtype)).view_as(out)
+    return out.view(batch, blocks * size, heads, dim)[:, :length]
 
 
 class Compressor(nn.Module):
@@ -72,20 +106,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = (rms(x @ self.wq_a.T) @ self.wq_b.T).view(batch, length, self.heads, self.dim)
-        q = turned(rms(q), cos, sin).transpose(1, 2)
+        q = turned(rms(q).to(q.dtype), cos, sin)
         kv = turned((rms(x @ self.wkv.T) * self.kv_norm).unsqueeze(2), cos, sin).squeeze(2)
-        at = torch.arange(length, device=x.device)
-        behind = at.unsqueeze(1) - at
-        mask = (behind >= 0) & (behind < self.window)  # [T, T], and entries behind that
-        if self.compressor is not None:
-            entries = self.compressor(x, cos, sin)
-            seen = (at + 1).unsqueeze(1) // self.compressor.ratio
-            number = torch.arange(entries.shape[1], device=x.device)
-            mask = torch.cat((mask, number < seen), 1)
-            kv = torch.cat((kv, entries), 1)
-        keys = kv.unsqueeze(1)
-        out = F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask, enable_gqa=True)
-        out = turned(out.transpose(1, 2), cos, -sin)
+        made = self.compressor
+        entries = None if made is None else made(x, cos, sin).to(q.dtype)
+        ratio = 1 if made is None else made.ratio
+        out = turned(attend(q, kv.to(q.dtype), entries, self.window, ratio), cos, -sin)
         inner = torch.einsum("bthd,hrd->bthr", out, self.wo_a).flatten(2)
         return inner @ self.wo_b.T
 
@@ -119,7 +145,8 @@ class Moe(nn.Module):
         kept = scores * torch.zeros_like(scores).scatter(-1, chosen, 1.0)
         weights = kept / kept.sum(-1, keepdim=True) * self.factor
         gate_up, down = rounded_experts(self.gate_up), rounded_experts(self.down)
-        h = self.inner(torch.einsum("bth,eoh->bteo", x, gate_up)) * weights.unsqueeze(-1)
+        h = self.inner(torch.einsum("bth,eoh->bteo", x, gate_up))
+        h = h * weights.to(h.dtype).unsqueeze(-1)
         out = torch.einsum("bteo,eho->bth", h, down)
         return out + self.inner(x @ self.shared_gate_up.T) @ self.shared_down.T
 
