@@ -7,8 +7,9 @@ python benchmarks/v3_whole.py [--ranks N] [--models v3 v3.2] [--arms tp ep tp-dr
 Random weights in FP8. `tp` divides every layer by --tp N; `ep` has --enable-dp-attention and --ep N
 beside it; `-drafts` draft one token a step with the layer of the checkpoint that is made for it.
 --predict writes one JSON line per arm: what a rank holds, how many tokens the KV cache holds, and
-for every case what a decode step must read and receive. --predicted FILE measures those arms and
-writes the same lines with `measured` beside `predicted`; without it both are made in one run. Every
+for every case what a decode step must read and receive. --predicted FILE measures what it has of
+these models, arms and ranks, and writes the same lines with `measured` beside `predicted`; without
+it both are made in one run. Every
 arm is an engine in a process of its own, which --limit ends: cases that it had not measured are
 null. A batch for which the plan finds no room is no case; `largest` is the largest with room.
 
@@ -36,7 +37,7 @@ import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -127,13 +128,14 @@ class Arm:
         if LARGEST not in self.args.batches:
             most = max([n for n in counts if n <= most], default=1)
         found = self.decided(most, [n for n in counts if n < most])
-        pages, cases = kv_pages(found).pages, []
+        pages, asked, last = kv_pages(found).pages, [], []
         for prompt in self.prompts:
             fit = [n for n in COUNTS if n <= most and self.takes(prompt, n, page) <= pages]
-            here = {n for n in counts if fit and n <= fit[-1]}
-            here |= {fit[-1]} if fit and LARGEST in self.args.batches else set()
-            cases += [(prompt, n) for n in sorted(here)]
-        return cases, found
+            here = sorted({n for n in counts if fit and n <= fit[-1]})
+            asked += [(prompt, n) for n in here]
+            if LARGEST in self.args.batches and fit and fit[-1] not in here:
+                last.append((prompt, fit[-1]))
+        return asked + last, found
 
     def predicted(self) -> dict[str, Any]:
         """The line of this arm, without what is measured."""
@@ -232,12 +234,13 @@ def most_layers(args: argparse.Namespace, model: str) -> int:
     return counts[at]
 
 
-def predictions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def predictions(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line per arm."""
+    found = []
     for model in args.models:
         layers = args.layers or most_layers(args, model)
-        for name in args.arms:
-            yield Arm(args, model, name, layers).predicted()
+        found += [Arm(args, model, name, layers).predicted() for name in args.arms]
+    return found
 
 
 def used(ranks: int) -> list[int]:
@@ -423,7 +426,7 @@ def main() -> None:
         return
     if args.device and not args.predict:
         raise SystemExit("--device describes one that is not here: give --predict beside it")
-    lines = [json.loads(text) for text in lines_of(args) if text]
+    lines = lines_of(args)
     of_this_run = {"command": " ".join(sys.argv), **environment()}
     idle = [] if args.predict else used(lines[0]["ranks"])
     failed = 0
@@ -437,17 +440,23 @@ def main() -> None:
     sys.exit(failed)
 
 
-def lines_of(args: argparse.Namespace) -> list[str]:
-    """Predictions as JSON. Nothing of this process may hold memory of a device that is measured."""
+def lines_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predictions. Nothing of this process may hold memory of a device that is measured."""
     if args.predicted:
-        return args.predicted.read_text().splitlines()
+        lines = [json.loads(text) for text in args.predicted.read_text().splitlines()]
+        wanted = {"model": args.models, "arm": args.arms, "ranks": [args.ranks]}
+        found = [line for line in lines if all(line[k] in among for k, among in wanted.items())]
+        if not found:
+            said = ", ".join(f"{key} {among}" for key, among in wanted.items())
+            raise SystemExit(f"--predicted {args.predicted}: has no line of {said}")
+        return found
     if args.predict:
-        return [json.dumps(line) for line in predictions(args)]
+        return predictions(args)
     command = [sys.executable, __file__, *sys.argv[1:], "--predict"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "predicted.jsonl"
         subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
-        return out.read_text().splitlines()
+        return [json.loads(text) for text in out.read_text().splitlines()]
 
 
 if __name__ == "__main__":

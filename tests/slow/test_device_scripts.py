@@ -55,7 +55,7 @@ def test_v3_whole_measures_what_was_predicted(tmp_path):
     flags = ["--arms", "tp", "ep-drafts", "--batches", "1", "3", "largest", *TINY]
     predicted = whole("--predict", *flags, "--out", str(before))
     assert [line["arm"] for line in predicted] == ["tp", "ep-drafts"]
-    lines = whole("--predicted", str(before), "--out", str(after))
+    lines = whole("--models", "tiny-v3", "--predicted", str(before), "--out", str(after))
     assert [json.loads(text) for text in after.read_text().splitlines()] == lines
     for was, line in zip(predicted, lines, strict=True):
         said, found = line["predicted"], line["measured"]
@@ -65,7 +65,7 @@ def test_v3_whole_measures_what_was_predicted(tmp_path):
         assert len(found["memory_bytes"]) == 2 and min(found["memory_bytes"]) > 1e8
         assert found["ready_s"] > 0 and "ended" not in line
         batches = [case["batch"] for case in line["cases"]]
-        assert batches[:2] == [1, 3] and batches[2] > 8
+        assert batches[:2] == [1, 3] and len(batches) == 3 and batches[2] > 8
         for case in line["cases"]:
             figures = case["measured"]
             assert figures["batch"] == case["batch"] and figures["steps"] > 4
@@ -81,6 +81,16 @@ def test_v3_whole_ends_an_arm_in_time():
     (line,) = whole(*flags, "--limit", "2", returns=1)
     assert line["ended"] == "after 2 s" and line["measured"] is None
     assert [case["measured"] for case in line["cases"]] == [None]
+
+
+def test_v3_whole_says_what_is_not_predicted(tmp_path):
+    """A file that has no line of what is asked for."""
+    file = tmp_path / "predicted.jsonl"
+    file.write_text(json.dumps({"model": "v3", "arm": "tp", "ranks": 4}) + "\n")
+    done = subprocess.run(
+        [*WHOLE, "--predicted", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "ranks [2]" in done.stderr and str(file) in done.stderr
 
 
 def test_v3_whole_on_eight_devices():
