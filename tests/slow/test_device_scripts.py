@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,82 @@ def test_it_measures(script, flags, said, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout and out.read_text().count("\n") == 1
+
+
+WHOLE = [sys.executable, str(BENCHMARKS / "v3_whole.py"), "--ranks", "2", "--layers", "2"]
+TINY = ["--models", "tiny-v3", "--prompts", "64", "--answer", "16", "--set", "kv_memory=2000000"]
+
+
+def whole(*flags, returns=0):
+    """What v3_whole.py prints on two ranks of this machine: its lines."""
+    done = subprocess.run([*WHOLE, *flags], capture_output=True, text=True, timeout=280)
+    assert done.returncode == returns, done.stdout + done.stderr
+    return [json.loads(text) for text in done.stdout.splitlines()]
+
+
+def test_v3_whole_measures_what_was_predicted(tmp_path):
+    """Of ranks that divide heads, and of some that divide sequences and experts, with drafts."""
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    flags = ["--arms", "tp", "ep-drafts", "--batches", "1", "3", "largest", *TINY]
+    predicted = whole("--predict", *flags, "--out", str(before))
+    assert [line["arm"] for line in predicted] == ["tp", "ep-drafts"]
+    lines = whole("--models", "tiny-v3", "--predicted", str(before), "--out", str(after))
+    assert [json.loads(text) for text in after.read_text().splitlines()] == lines
+    for was, line in zip(predicted, lines, strict=True):
+        said, found = line["predicted"], line["measured"]
+        assert was["measured"] is None and was["predicted"] == said
+        assert found["kv_tokens"] == said["kv_tokens"] and found["kv_bytes"] == said["kv_bytes"]
+        assert found["weights_bytes"] == pytest.approx(said["weights_bytes"], rel=0.05)
+        assert len(found["memory_bytes"]) == 2 and min(found["memory_bytes"]) > 1e8
+        assert found["ready_s"] > 0 and "ended" not in line
+        batches = [case["batch"] for case in line["cases"]]
+        assert batches[:2] == [1, 3] and len(batches) == 3 and batches[2] > 8
+        for case in line["cases"]:
+            figures = case["measured"]
+            assert figures["batch"] == case["batch"] and figures["steps"] > 4
+            assert 0 < figures["first_token_s"] <= figures["last_first_token_s"]
+            each = figures["tokens_a_step"]
+            assert each == 1 or (line["arm"] == "ep-drafts" and 1 <= each <= 2)
+            assert figures["step_ms"] > 0 and figures["tokens_per_s"] > 0
+
+
+def test_v3_whole_ends_an_arm_in_time():
+    """What was not measured is null, and the status says so."""
+    flags = ["--arms", "ep", "--batches", "1", *TINY]
+    (line,) = whole(*flags, "--limit", "2", returns=1)
+    assert line["ended"] == "after 2 s" and line["measured"] is None
+    assert [case["measured"] for case in line["cases"]] == [None]
+
+
+def test_v3_whole_says_what_is_not_predicted(tmp_path):
+    """A file that has no line of what is asked for."""
+    file = tmp_path / "predicted.jsonl"
+    file.write_text(json.dumps({"model": "v3", "arm": "tp", "ranks": 4}) + "\n")
+    done = subprocess.run(
+        [*WHOLE, "--predicted", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "ranks [2]" in done.stderr and str(file) in done.stderr
+
+
+def test_v3_whole_on_eight_devices():
+    """The model's published size is 671e9 parameters, nearly all of one byte; a card holds 150 GB.
+    Ranks that divide sequences have attention's weights whole, and each its own KV cache."""
+    done = subprocess.run(
+        [*WHOLE[:2], "--device", "h200", "--predict", "--models", "v3", "--arms", "tp", "ep"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    heads, experts = (json.loads(text) for text in done.stdout.splitlines())
+    assert heads["layers"] == experts["layers"] == 61
+    assert 671e9 / 8 < heads["predicted"]["weights_bytes"] < 1.08 * 671e9 / 8
+    assert heads["predicted"]["weights_bytes"] < experts["predicted"]["weights_bytes"] < 110e9
+    assert experts["predicted"]["kv_tokens"] > 3 * heads["predicted"]["kv_tokens"]
+    for line in (heads, experts):
+        assert sum(line["predicted"].values()) - line["predicted"]["kv_tokens"] <= 150e9
+        assert {case["batch"] for case in line["cases"]} >= {1, 32, 128, 512}
+        for case in line["cases"]:
+            read, held = case["predicted"]["read_bytes"], line["predicted"]
+            tokens = case["batch"] * (case["prompt"] + 128)
+            assert read <= held["weights_bytes"] + held["kv_bytes"] and tokens <= held["kv_tokens"]
