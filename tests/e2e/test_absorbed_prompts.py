@@ -10,7 +10,6 @@ from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.engine.engine import Absorbing
-from ds_runtime.ops.reference.attention.dense import ReferenceMlaDecode
 from ds_runtime_kit.models.answers import check_float32
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
@@ -75,8 +74,8 @@ def test_beside_others(checkpoints, never, more):
 
 
 def test_captured_steps_answer_alike(checkpoints, recorded, monkeypatch):  # noqa: F811
-    """Its platform has the reference alone, which takes any number of rows."""
-    monkeypatch.setattr(ReferenceMlaDecode, "many_rows", True, raising=False)
+    """What this platform attends with takes any number of rows."""
+    monkeypatch.setattr(recorded.MlaDecode, "many_rows", True, raising=False)
     (folder, _), draw = checkpoints("v2-lite"), random.Random(4)
     prefix = [draw.randrange(2, 128) for _ in range(100)]
     prompts = [prefix + [draw.randrange(2, 128) for _ in range(n)] for n in (1, 7, 20, 33)]

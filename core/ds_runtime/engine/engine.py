@@ -314,11 +314,8 @@ class Engine:
         garbage.unsettle()
         self._grammars.close()
         self.scheduler.close()
-        if self.disk is not None:
-            self.disk.drain()
-            while self._settle(self.disk):
-                self.disk.drain()
-            self.disk.close()
+        if (disk := self.disk) is not None:
+            disk.close(lambda: self._settle(disk))
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.leave()
