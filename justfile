@@ -24,10 +24,11 @@ lint:
 test *PATHS:
     python -m pytest -x {{ PATHS }}
 
-# Writes the generated pages and the README's tables.
+# Writes the generated pages and the tables of README and docs/operating.md.
 generate:
     python tools/gen_docs.py
     python benchmarks/readme_tables.py
+    python benchmarks/operating_tables.py
 
 # Builds the documentation site into build/site.
 docs:

@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # scripts there import each other
 AGENTS = runpy.run_path(str(BENCHMARKS / "agent_hits.py"))
 FORMATS = runpy.run_path(str(BENCHMARKS / "demo_formats.py"))
+OPERATING = runpy.run_path(str(BENCHMARKS / "operating_tables.py"))
 README = runpy.run_path(str(BENCHMARKS / "readme_tables.py"))
 TABLES = runpy.run_path(str(BENCHMARKS / "tables.py"))
 
@@ -43,6 +44,34 @@ def test_the_readmes_tables_are_made_from_the_records():
     altered = altered.replace("| 1.32 |", "| 9.99 |").replace(" 1.14 and ", " 0.14 and ")
     assert all(n not in altered for n in ("| 24.3 |", "| 1.142 |", "| 1.32 |", " 1.14 and "))
     assert altered != text and README["page"](altered) == text
+
+
+def test_the_tables_of_tiers_are_made_from_the_records():
+    text = (BENCHMARKS.parent / "docs/operating.md").read_text()
+    assert OPERATING["page"](text) == text
+    assert OPERATING["tiers"]([], []) == "", "nothing is said of what nobody measured"
+
+
+def test_the_tables_of_tiers_have_the_last_record_of_each_command():
+    host = {"device": "NVIDIA H200", "checkpoint": "v2", "sessions": 64, "held": 16}
+    host |= {"tokens": 8000, "more": 256, "out": 128, "commit": "0123456789ab"}
+    host |= {"new_ms": 80.2, "back_ms": 10.4, "share": 0.13, "gain": 2.5}
+    host |= {"plain_rate": 1000.0, "host_rate": 2500.0}
+    older, other = {**host, "gain": 9.0}, {**host, "held": 8, "gain": 3.0}
+    _, head, _, *made, end = OPERATING["tiers"]([older, other, host], []).splitlines()
+    said = "| H200, v2, commit 0123456 | 64 of 8,000 tokens, {} | 256, 128 | 80 ms | 10 ms | 0.13 "
+    said += "| 1,000 | 2,500 | {} |"
+    assert [*made, end] == [said.format(16, "2.50"), said.format(8, "3.00")]
+    assert head.count("|") == said.count("|")
+    disk = {"machine": {"cores": 2, "processor": "EPYC"}, "checkpoint": "lite-8", "settings": []}
+    disk |= {"tokens": 50000, "more": 16, "pages": "random", "commit": None, "median_seconds": 2.55}
+    disk |= {"page_us": {"computed": 30000, "loaded": 100, "read": 400}}
+    disk["returned"] = [{"others": 0.5}, {"others": None}, {"others": 0.7}]
+    *_, row = OPERATING["tiers"]([], [disk]).splitlines()
+    assert row == (
+        "| 2 cores of an EPYC, lite-8, commit unknown | 50,000, 16 | 2.5 s | 60% "
+        "| 30.0 ms | 0.5 ms |"
+    )
 
 
 def test_the_table_of_agents_is_made_from_the_records():

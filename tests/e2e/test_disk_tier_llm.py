@@ -318,3 +318,55 @@ def test_more_host_memory_than_there_is_is_refused(tiny, flag, tp):
     given = {**SETTINGS, "kv_memory": "100MB", "tp": tp}
     with pytest.raises(ConfigError, match=said):
         LLM(tiny, **given, **flag)
+
+
+def replaced(folder):
+    """By a file, as it may be by a link that is gone."""
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def emptied(folder):
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, replaced, emptied])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_folder_that_goes_while_it_is_used(tiny, tmp_path, capfd, change, before):
+    """Answers stay right, the process lives, and at most one line tells of it."""
+    folder = tmp_path / "cache"
+    prompts = [[n, *PROMPT] for n in (2, 3, 4)]
+    with LLM(tiny, **SETTINGS) as llm:
+        cold = [answer(llm, prompt) for prompt in prompts]
+    with LLM(tiny, **SETTINGS, disk_cache=str(folder)) as llm:
+        if before:  # what lies there is not read back then
+            answer(llm, prompts[0])
+            while llm._alive().prepare():
+                pass
+            llm.flush_cache()
+        change(folder)
+        found = [answer(llm, prompt) for prompt in prompts]
+        while llm._alive().prepare():
+            pass
+        stats = llm.stats()
+    for mine, theirs in zip(found, cold, strict=True):
+        assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-4)
+        assert mine[2]["storage"] == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "--disk-cache" in line]
+    assert len(lines) == stats.disk_stopped == (change is not emptied)
+
+
+@pytest.mark.parametrize("size", [0, -1, "0"])
+def test_a_size_that_holds_nothing_is_refused(tiny, tmp_path, size):
+    with pytest.raises(ConfigError, match="disk-cache-size"):
+        LLM(tiny, **SETTINGS, disk_cache=str(tmp_path / "cache"), disk_cache_size=size)
+
+
+def test_a_size_below_a_page_is_a_line(tiny, tmp_path, capfd):
+    with LLM(tiny, **SETTINGS, disk_cache=str(tmp_path / "cache"), disk_cache_size=100) as llm:
+        assert len(answer(llm)[0]) == 6
+        while llm._alive().prepare():
+            pass
+    lines = [line for line in capfd.readouterr().err.splitlines() if "--disk-cache" in line]
+    assert len(lines) == 1 and "does not fit into --disk-cache-size 100" in lines[0]

@@ -85,6 +85,44 @@ def test_two_nodes_answer_as_one_and_leave_together(tmp_path):
 
 
 @pytest.mark.slow
+def test_nodes_that_share_a_folder_keep_what_was_cached(tmp_path):
+    """Both write to it and read it, over a restart of both."""
+    token, folder = secrets(tmp_path, "word")[0], tmp_path / "cache"
+    own = (*token, "--enable-hierarchical-cache", "--disk-cache", str(folder))
+    body = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
+    said = []
+    for _ in range(2):
+        with nodes(own, own) as (first, _second):
+            reply = httpx.post(f"{first.wait_url()}/v1/completions", json=body, timeout=60).json()
+            details = reply["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+            said.append((reply["choices"][0]["text"], details["storage"]))
+            until = time.monotonic() + 30
+            while not [*folder.glob("*/*.page")]:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            time.sleep(1.0)  # both are idle, and write the rest
+    (cold, none), (again, stored) = said
+    assert cold == again and not none and stored >= 64
+
+
+@pytest.mark.parametrize("words", [("here", "there")])
+def test_nodes_without_a_shared_folder_compute(tmp_path, words):
+    """A page that one of them cannot read is computed by both."""
+    token, said = secrets(tmp_path, "word")[0], []
+    own = [
+        (*token, "--enable-hierarchical-cache", "--disk-cache", str(tmp_path / word))
+        for word in words
+    ]
+    body = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
+    for _ in range(2):
+        with nodes(*own) as (first, _second):
+            reply = httpx.post(f"{first.wait_url()}/v1/completions", json=body, timeout=60).json()
+            details = reply["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+            said.append((reply["choices"][0]["text"], details["storage"]))
+            time.sleep(2.0)
+    assert said[0] == said[1] == (said[0][0], 0)
+
+
 def test_groups_of_attention_on_nodes_of_their_own():
     with LLM("demo", platform="cpu", dtype="float32", kv_memory="200MB") as alone:
         (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))

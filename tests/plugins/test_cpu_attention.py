@@ -150,6 +150,15 @@ def test_decode(isa, kind, heads, widths, page, sequences, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: f"{name(k[0])}-{name(k[1])}")
+@pytest.mark.parametrize("heads", [1, 16, 40])
+def test_decode_of_more_rows_than_are_kept_at_a_time(isa, kind, heads):
+    """Chunks of prompts beside decoded tokens: one that sees nothing else, and one far behind."""
+    torch.manual_seed(0)
+    lens, q_lens = (170, 40, 700, 9), (170, 3, 130, 1)
+    close((step := Step.make(kind, heads, 64, 16, 16, lens, q_lens)).run(), step.expected())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: f"{name(k[0])}-{name(k[1])}")
 def test_decode_of_very_unequal_scores(isa, kind):
     """Maxima that move from block to block by more than a float's exponent holds."""
     torch.manual_seed(0)

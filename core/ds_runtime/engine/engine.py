@@ -25,6 +25,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.observers import Observers
 from ds_runtime.engine.process.failure import bounded, during
+from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.scheduler import Scheduler
@@ -81,6 +82,7 @@ class Engine:
             pace=Pace(runner.speculation) if runner.speculation else None,
             max_itl=(config.max_itl or 0.0) / 1000,
             prefill_sizes=runner.parts.exchange.sizes_of_steps(runner.programs.prefill_sizes),
+            absorbing=Absorbing.of(assembly, runner.parts.kernels.values()),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
@@ -312,11 +314,8 @@ class Engine:
         garbage.unsettle()
         self._grammars.close()
         self.scheduler.close()
-        if self.disk is not None:
-            self.disk.drain()
-            while self._settle(self.disk):
-                self.disk.drain()
-            self.disk.close()
+        if (disk := self.disk) is not None:
+            disk.close(lambda: self._settle(disk))
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.leave()

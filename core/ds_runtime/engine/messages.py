@@ -212,6 +212,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     rules_waiting: int = 0
     prefill_steps: int = 0
     prefill_tokens: int = 0
+    prefill_absorbed: int = 0
     prefill_steps_cut: int = 0
     prefill_seconds: float = 0.0
     prefill_seconds_expected: float = 0.0

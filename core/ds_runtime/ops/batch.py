@@ -47,7 +47,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """Sequences with one new token each, or a few (speculation): rows [0, rows) of the batch.
+    """Sequences with one new token each, a few (speculation), or a short chunk of a prompt behind
+    many cached tokens: rows [0, rows) of the batch.
 
     page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.
     kv_lens: [size] int32 on the device, all new tokens included; host_kv_lens likewise. q_lens:

@@ -13,7 +13,7 @@ namespace ds {
 namespace {
 
 constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
-constexpr int64_t SLICE = 64;  // tokens whose partial results are kept at a time
+constexpr int64_t SLICE = 1024;  // query rows whose partial results are kept at a time
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
 // How the keys of a sequence are divided: long ranges, enough to pay for merging their results and
@@ -65,19 +65,32 @@ struct Call {
   }
 };
 
-// each(slice) for every run of sequences that have up to SLICE rows together: what ranges leave
-// behind of a prompt whose every token is a sequence would else need many GiB.
+// each(slice) for every run of sequences that have up to SLICE query rows together, or for a part of
+// one that has more: what ranges leave behind of a prompt would else need many GiB. Rows of a tree
+// see what their bits say, so that a part of it has all of its keys.
 template <class Each>
 void slices_of(const Call& call, Each each) {
+  const int64_t most = SLICE > call.heads ? SLICE / call.heads : 1;  // tokens
   for (int64_t first = 0, last; first < call.sequences; first = last) {
     for (last = first + 1; last < call.sequences; ++last)
-      if (call.starts[last + 1] - call.starts[first] > SLICE) break;
+      if (call.starts[last + 1] - call.starts[first] > most) break;
     Call slice = call;
     slice.pages += first * call.max_pages;
     slice.lens += first;
     slice.starts += first;
     slice.sequences = last - first;
-    each(slice);
+    const int32_t end = call.starts[first + 1], length = call.lens[first];
+    if (last > first + 1 || end - call.starts[first] <= most || length <= 0) {
+      each(slice);
+      continue;
+    }
+    for (int32_t row = call.starts[first], next; row < end; row = next) {
+      next = int32_t(end - row > most ? row + most : end);
+      const int32_t starts[] = {row, next}, seen = call.tree ? length : length - (end - next);
+      slice.starts = starts;
+      slice.lens = &seen;
+      each(slice);
+    }
   }
 }
 

@@ -224,7 +224,7 @@ def settle(rig, disks):
 
 
 def close(disks, other):
-    disks.close()
+    disks.close(settle=lambda: False)
     other.close()
 
 

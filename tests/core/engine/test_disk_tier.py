@@ -23,6 +23,7 @@ from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import OWN, Realm
 from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import LOST, DiskHand
 from ds_runtime.kv.tiers.host import POLICIES, own_root
@@ -399,6 +400,38 @@ def test_a_disk_closes_while_it_reads(tmp_path, reads):
     disk.close()
     slots.check()
     assert not disk.lags and not slots._reserved
+
+
+@pytest.mark.parametrize("hangs", [0, 2, 5])
+def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
+    tmp_path, monkeypatch, capsys, hangs
+):
+    """Writes from number `hangs` on do not come back before the test lets them."""
+    monkeypatch.setattr("ds_runtime.kv.tiers.disks.PATIENCE", 0.5)
+    folder, slots = DiskFolder(tmp_path / "cache", 10**6), TierSlots(40)
+    release, write, begun = threading.Event(), folder.write, list[bytes]()
+
+    def stuck(name, *given):
+        begun.append(name)
+        if len(begun) > hangs:
+            release.wait(30)
+        return write(name, *given)
+
+    folder.write = stuck
+    disk = Disk(folder, DiskHand(folder, HostBytes(40)))
+    for number in range(20):  # a quarter of the slots may be on its way at a time
+        disk.save(slots, "page", slots.take(named(number)), named(number))
+    begin = time.monotonic()
+    try:
+        Disks([disk]).close(settle=lambda: False)
+        took = time.monotonic() - begin
+    finally:
+        release.set()
+    assert 0.4 < took < 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: --disk-cache {folder.folder}: {20 - hangs} pages were not")
+    disk._hands._writer.shutdown(wait=True)
+    assert len(begun) == hangs + 1, "what had not begun is left out"
 
 
 @pytest.mark.parametrize("part", [0, 1])

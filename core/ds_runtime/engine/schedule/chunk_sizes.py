@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ds_runtime.engine.messages import Stats
+from ds_runtime.engine.schedule.absorbing import Absorbing
+from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.step_cost import Load, StepCost
 from ds_runtime.engine.step.plan import StepPlan
 
@@ -19,15 +21,23 @@ _MOST_OVER = 1.5
 
 class Sizing:
     """Chunks for a gap of `gap` seconds between tokens. max_tokens: most of a step; chunk: of one
-    prompt in it; sizes: tokens of the steps with prompts that are captured, rising.
+    prompt in it; sizes: tokens of the steps with prompts that are captured, rising; absorbing:
+    which chunks attend as decode does.
 
     A gap of 0 limits nothing. Where nobody decodes, the first prompt of a step is not limited;
     others join it for as long as the step takes no longer than one of `max_tokens` without anything
     cached.
     """
 
-    def __init__(self, gap: float, max_tokens: int, chunk: int, sizes: Sequence[int] = ()) -> None:
-        self.gap, self.sizes = gap, sizes
+    def __init__(
+        self,
+        gap: float,
+        max_tokens: int,
+        chunk: int,
+        sizes: Sequence[int] = (),
+        absorbing: Absorbing | None = None,
+    ) -> None:
+        self.gap, self.sizes, self._absorbing = gap, sizes, absorbing
         self.share = min(1.0, chunk / max_tokens)  # of a step, for one prompt of several
         self.cost = StepCost()
         self.decode = 0.0  # mean seconds of steps without prompts
@@ -36,6 +46,16 @@ class Sizing:
         for _ in range(max(1, max_tokens // chunk)):
             self._full.add_prompt(0, min(chunk, max_tokens))
         self._launched: deque[tuple[Load, bool]] = deque()
+
+    @classmethod
+    def of(cls, limits: SchedulerLimits) -> Sizing:
+        """As an engine's limits have it."""
+        most, chunk = limits.max_step_tokens, limits.prefill_chunk
+        return cls(limits.max_itl, most, chunk, limits.prefill_sizes, limits.absorbing)
+
+    def absorbs(self, start: int, length: int) -> bool:
+        """Whether `length` tokens of a prompt behind `start` cached ones attend as decoded ones."""
+        return self._absorbing is not None and self._absorbing.pays(start, length)
 
     def open(self, plan: StepPlan) -> StepRoom:
         """The room for prompts beside the decode works of a plan."""
@@ -66,6 +86,7 @@ class Sizing:
             return
         stats.prefill_steps += 1
         stats.prefill_tokens += load.tokens
+        stats.prefill_absorbed += load.absorbed_tokens
         stats.prefill_steps_cut += is_cut
         if self.cost.known:
             expected = self.cost.seconds(load)
@@ -97,7 +118,7 @@ class StepRoom:
             self.is_full = True
             return 0
         before = self._sizing.cost.seconds(self.load)
-        self.load.add_prompt(start, length)
+        self.load.add_prompt(start, length, self._sizing.absorbs(start, length))
         if self._seconds is not None:
             self._seconds -= self._sizing.cost.seconds(self.load) - before
         return length
@@ -107,13 +128,16 @@ class StepRoom:
         first = not load.prompts
         if first and not load.rows:
             return most
-        length = cost.chunk(start, seconds)
+        absorbed = self._sizing.absorbs(start, most)  # as fewer tokens are then
+        length = cost.chunk(start, seconds, absorbed)
         if length >= most and not (first and others):
             return most
         if first and others:  # as the two limits on tokens share a step among prompts
-            length = min(length, max(cost.chunk(start, seconds * self._sizing.share), _LEAST))
+            length = min(
+                length, max(cost.chunk(start, seconds * self._sizing.share, absorbed), _LEAST)
+            )
         if first:
-            length = max(length, _LEAST, cost.least(start))
+            length = max(length, _LEAST, cost.least(start, absorbed))
         elif length < min(most, _LEAST):
             return 0
         return self._rounded(int(min(length, most)), most)

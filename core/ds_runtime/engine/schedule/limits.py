@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.errors import RequestError
 from ds_runtime.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ class SchedulerLimits:
     `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places behind it that
     drafting them takes; `pace`: how many a step drafts, where that varies. `max_itl`: seconds of a
     step that decodes and carries prompts, 0 for any; `prefill_sizes`: tokens of the steps with
-    prompts that are captured, rising.
+    prompts that are captured, rising; `absorbing`: which chunks attend as decode does, None: none.
     """
 
     context_length: int
@@ -38,6 +39,7 @@ class SchedulerLimits:
     pace: Pace | None = None
     max_itl: float = 0.0
     prefill_sizes: tuple[int, ...] = ()
+    absorbing: Absorbing | None = None
 
 
 def check_prompt(prompt: Sequence[int], limits: SchedulerLimits, pool_tokens: int) -> None:

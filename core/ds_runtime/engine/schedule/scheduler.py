@@ -27,7 +27,7 @@ from ds_runtime.engine.schedule.request import (
     remove,
     right_of_way,
 )
-from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
+from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult, arranged
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
 from ds_runtime.kv.rank_pages import Pages
@@ -50,8 +50,7 @@ class Scheduler:
         self._num_guided = 0
         self._underway = Underway()
         self._drafts = limits.drafts  # of the step that is planned
-        chunk, most = limits.prefill_chunk, limits.max_step_tokens
-        self._sizing = Sizing(limits.max_itl, most, chunk, limits.prefill_sizes)
+        self._sizing = Sizing.of(limits)
         self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
         self._stats = Stats(pages_total=self.holdings.num_pages)
 
@@ -166,6 +165,7 @@ class Scheduler:
                 break
         if not plan.works:
             return None
+        plan.works, planned = arranged(plan.works, planned)
         self.holdings.drain(plan)
         self._sizing.launched(room)
         self._stats.steps += 1
@@ -209,6 +209,7 @@ class Scheduler:
             logprobs=request.params.logprobs if sample else None,
             adapter=-1 if request.adapter is None else request.adapter.slot,
             tell_drafts=drafts > 0 and guide is not None,
+            absorbed=not decodes and self._sizing.absorbs(start, length),
         )
         if sample and guide is not None:
             known = length - 1 if decodes else 0

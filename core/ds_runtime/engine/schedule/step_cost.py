@@ -2,7 +2,8 @@
 
 A step's seconds are a sum of terms: one for the step itself, and one each for the prompts in it,
 their new tokens, the pairs of tokens that their attention looks at, the cached tokens before them
-that are expanded anew, the tokens that are decoded and the context of these. No term is below
+that are expanded anew, the tokens that are decoded, the context of these, and the pairs of tokens
+of prompts that attend as decoded ones do. No term is below
 zero, so that more of anything never looks cheaper. The terms are fitted by least squares of
 relative errors, in which the last hundred such steps count most.
 """
@@ -19,14 +20,15 @@ _ENOUGH = 3  # steps before anything is said
 _SETTLED = 8  # steps before one can be out of line
 _ODD = 4.0  # by so much: once it is left out, twice in a row it counts
 _NEVER = 1e-12  # seconds: a term that is as good as zero
-_SIZE = 7
+_SIZE = 8
 
 
 @dataclass(slots=True)
 class Load:
     """What a step computes. prompts: works of them; tokens: their new ones; pairs: of these with
     those that they look at; prefix: tokens before them; rows: tokens that are decoded, with drafts;
-    context: tokens before these.
+    context: tokens before these. absorbed: pairs of the `absorbed_tokens` among those of prompts,
+    which attend as decoded tokens do: they are neither in `pairs` nor in `prefix`.
     """
 
     prompts: int = 0
@@ -35,13 +37,20 @@ class Load:
     prefix: int = 0
     rows: int = 0
     context: int = 0
+    absorbed: float = 0.0
+    absorbed_tokens: int = 0
 
-    def add_prompt(self, start: int, length: int) -> None:
+    def add_prompt(self, start: int, length: int, absorbed: bool = False) -> None:
         """One more work of a prompt: tokens [start, start + length) of its sequence."""
         self.prompts += 1
         self.tokens += length
-        self.pairs += length * (start + length / 2)
-        self.prefix += start
+        pairs = length * (start + length / 2)
+        if absorbed:
+            self.absorbed += pairs
+            self.absorbed_tokens += length
+        else:
+            self.pairs += pairs
+            self.prefix += start
 
     @property
     def terms(self) -> tuple[float, ...]:
@@ -54,6 +63,7 @@ class Load:
             self.prefix / 1024,
             self.rows / 32,
             self.context / 32768,
+            self.absorbed / 65536,
         )
 
 
@@ -103,27 +113,29 @@ class StepCost:
                     rest = self._right[i] - sum(map(mul, row, found)) + row[i] * found[i]
                     found[i] = max(0.0, rest / row[i])
 
-    def chunk(self, start: int, seconds: float) -> float:
+    def chunk(self, start: int, seconds: float, absorbed: bool = False) -> float:
         """The most new tokens behind `start` cached ones that a step of a prompt may add within so
-        many seconds; may be infinite.
+        many seconds; may be infinite. absorbed: they attend as decoded tokens do.
         """
-        fixed, slope = self._chunk_terms(start)
+        fixed, slope, curve = self._chunk_terms(start, absorbed)
         left = seconds - fixed
         if left <= 0:
             return 0.0
-        curve = self._found[3] / 262144
         # curve / 2 n² + slope n = left, in the form that loses no digits where the curve is small
         below = slope + math.sqrt(slope * slope + 2 * curve * left)
         return 2 * left / below if below > _NEVER else math.inf
 
-    def least(self, start: int) -> float:
+    def least(self, start: int, absorbed: bool = False) -> float:
         """New tokens behind `start` cached ones that take as long as what every chunk there costs,
         however short: with fewer, most of the time is no progress. May be infinite.
         """
-        fixed, slope = self._chunk_terms(start)
+        fixed, slope, _ = self._chunk_terms(start, absorbed)
         return fixed / slope if slope > _NEVER else (math.inf if fixed > _NEVER else 0.0)
 
-    def _chunk_terms(self, start: int) -> tuple[float, float]:
-        """Seconds of a chunk behind `start` tokens, and of each of its first tokens."""
-        _, prompt, token, pair, prefix, _, _ = self._found
-        return prompt / 4 + prefix * start / 1024, token / 256 + pair * start / 262144
+    def _chunk_terms(self, start: int, absorbed: bool) -> tuple[float, float, float]:
+        """Seconds of a chunk behind `start` tokens, of each of its first tokens, and of a pair."""
+        _, prompt, token, pair, prefix, _, _, latent = self._found
+        if absorbed:
+            return prompt / 4, token / 256 + latent * start / 65536, latent / 65536
+        fixed = prompt / 4 + prefix * start / 1024
+        return fixed, token / 256 + pair * start / 262144, pair / 262144

@@ -114,10 +114,11 @@ class StepInputs:
         the drafts of each row hang together; None: as chains. Logit rows are in the order of the
         works, `logit_rows` of each; in a frame all are.
         """
-        count = len(works)
+        drawn = count = len(works)
         if run is None:
-            count = next((i for i, w in enumerate(works) if w.tokens is not None), count)
-        rows, table = self._rows(works, count, frame, trees, run)
+            drawn = next((i for i, w in enumerate(works) if w.tokens is not None), drawn)
+            count = next((i for i, w in enumerate(works) if not w.as_decode), count)
+        rows, table = self._rows(works, (drawn, count), frame, trees, run)
         added = Added(
             rows,
             frame,
@@ -160,12 +161,13 @@ class StepInputs:
     def _rows(
         self,
         works: Sequence[Work],
-        num_decode: int,
+        counts: tuple[int, int],
         frame: Frame | None,
         trees: Forest | None,
         run: DraftRun | None,
     ) -> tuple[Rows, Table]:
-        """And the pages of all works: [works or the frame's size, most]."""
+        """And the pages of all works: [works or the frame's size, most]. counts: of the works whose
+        tokens were drawn, which come first, and of those that attend as decode does."""
         lists = [w.pages for w in works]
         table = padded(lists) if frame is None else frame.table.held(lists)
         if frame is not None:
@@ -173,10 +175,10 @@ class StepInputs:
         elif run is not None:
             one = run.tokens == 1
         else:
-            one = num_decode == len(works) and all(w.length == 1 for w in works)
+            one = counts[0] == len(works) and all(w.length == 1 for w in works)
         if one:
             return self._single(works, len(works) if frame is None else frame.size, run), table
-        return self._several(works, num_decode, table, frame, trees, run), table
+        return self._several(works, counts, table, frame, trees, run), table
 
     def _single(self, works: Sequence[Work], size: int, run: DraftRun | None) -> Rows:
         """One token each: most steps, and a few numbers, for which numpy's calls are slow."""
@@ -211,7 +213,7 @@ class StepInputs:
     def _several(
         self,
         works: Sequence[Work],
-        num_decode: int,
+        counts: tuple[int, int],
         table: Table,
         frame: Frame | None,
         trees: Forest | None,
@@ -221,6 +223,7 @@ class StepInputs:
         that a work does not have stand at its first position, and nothing that counts sees them.
         """
         n, queries = len(works), 0 if frame is None else frame.queries
+        drawn, num_decode = counts
         about = np.array([(w.row * self.width, w.start, w.length) for w in works], np.int64)
         about = about.reshape(-1, 3)
         if run is not None:
@@ -244,12 +247,12 @@ class StepInputs:
                 at = np.array(run.positions, np.int64)[:, None] + 0 * along
         slots = np.where(real, table[owner, page].astype(np.int64) * self.page_size + offset, -1)
         if trees is not None:  # the device knows how deep a node is
-            at = np.where(owner < num_decode, start, at)
+            at = np.where(owner < drawn, start, at)
         nodes = np.minimum(length, queries or length) * real
         rows = np.stack(np.broadcast_arrays(first + along, at, slots, nodes))
         if not queries:
             ids, positions, slots, nodes = rows
-            ids = _with_prompts(ids, works[num_decode:])
+            ids = _with_prompts(ids, works[drawn:])
             if self.alone:
                 return Rows(ids, positions, slots, nodes, (at + 1).tolist(), owners=owner)
             lens = [w.start + w.length for w in works[:num_decode]]

@@ -1,15 +1,21 @@
 """One step as plain data, between scheduler and runner, and from rank 0 to the other ranks.
 
 Scheduler → StepPlan → runner (every rank) → StepResult → scheduler. No tensors in here, so that a
-plan crosses processes as msgpack. Decode works come first, then prefill works.
+plan crosses processes as msgpack. Decode works come first, then prefill works, of which those that
+are absorbed come first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 class RowInit(msgspec.Struct, kw_only=True):
@@ -41,7 +47,7 @@ class Work(msgspec.Struct, kw_only=True):
     may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; an empty one,
     and those behind, allow every token. `next_token`: the one at start + length where it is
     known. `tell_drafts`: bring back what is drafted for the next step. `adapter`: the slot of its
-    low-rank adapter, −1 for none.
+    low-rank adapter, −1 for none. `absorbed`: tokens of a prompt that attend as a decode step's do.
     """
 
     rid: str
@@ -58,6 +64,12 @@ class Work(msgspec.Struct, kw_only=True):
     next_token: int | None = None
     tell_drafts: bool = False
     adapter: int = -1
+    absorbed: bool = False
+
+    @property
+    def as_decode(self) -> bool:
+        """Whether its rows attend the cache as it lies there."""
+        return self.tokens is None or self.absorbed
 
     @property
     def draws(self) -> int:
@@ -116,6 +128,12 @@ class WorkResult(msgspec.Struct, kw_only=True):
     drafts: list[int] = []
     draft_parents: list[int] = []
     broken: int | None = None
+
+
+def arranged(works: Sequence[Work], others: Sequence[T]) -> tuple[list[Work], list[T]]:
+    """Works in the order of a plan, decode works being first, and what belongs to each."""
+    order = sorted(range(len(works)), key=lambda i: not works[i].as_decode)
+    return [works[i] for i in order], [others[i] for i in order]
 
 
 class StepResult(msgspec.Struct, kw_only=True):

@@ -19,6 +19,7 @@ from ds_runtime.kv.tiers.hand import LOST, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
+PATIENCE = 60.0  # seconds that whoever closes waits for what is on its way there
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
 
 
@@ -191,15 +192,19 @@ class Disk:
             for fetch in read.fetches:
                 fetch.come.append(one.name)
 
-    def drain(self) -> None:
-        """Write what is on its way."""
+    def drain(self, seconds: float = PATIENCE) -> bool:
+        """Write what is on its way, for so long at most. Whether all is written."""
+        until = time.monotonic() + seconds
         self.poll(idle=True)
-        while self._owed or self._writing:
-            self._hands.wait(self._writing, 1.0)
+        while (self._owed or self._writing) and (left := until - time.monotonic()) > 0:
+            self._hands.wait(self._writing, min(left, 1.0))
             self.poll(idle=True)
+        return not (self._owed or self._writing)
 
-    def close(self) -> None:
-        """Write what is on its way, and leave."""
-        self.drain()
-        self._hands.close()
+    def close(self, seconds: float = PATIENCE) -> int:
+        """The same, and leave; how many pages and states were not written."""
+        self.drain(seconds)
+        left = len(self._owed) + len(self._writing)
+        self._hands.close(leaves=left > 0)
         self.poll()
+        return left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import msgspec
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.kv.tiers.copies import HostCopies
-from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.disk import PATIENCE, Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import DiskHand
 from ds_runtime.kv.tiers.host import HostTier
@@ -57,16 +59,26 @@ class Disks:
         """To read so many bytes, as measured on rank 0: see `DiskFolder`."""
         return self._every[0].folder.seconds(nbytes)
 
-    def drain(self) -> None:
+    def drain(self, seconds: float = PATIENCE) -> bool:
         """As Disk."""
+        until, drained = time.monotonic() + seconds, True
         for one in self._every:
-            one.drain()
+            drained &= one.drain(until - time.monotonic())
+        return drained
 
-    def close(self) -> None:
-        """As Disk."""
-        self.drain()
-        for one in self._every:
-            one.close()
+    def close(self, settle: Callable[[], bool]) -> None:
+        """Write what is on its way, for `PATIENCE` seconds at most, and leave; a line says what was
+        not written. settle: puts more on its way; whether it did."""
+        until = time.monotonic() + PATIENCE
+        while self.drain(until - time.monotonic()) and settle():
+            pass
+        if left := sum(one.close(until - time.monotonic()) for one in self._every):
+            said = f"{left} pages were not written within {PATIENCE:g} s: they are computed again"
+            print(f"warning: --disk-cache {self._folder}: {said}", file=sys.stderr, flush=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self._every[0].folder.folder
 
 
 Link = tuple[Callable[[msgspec.Struct], None], Callable[[int], list[bytes]]]  # see `DiskLink`

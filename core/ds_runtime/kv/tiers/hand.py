@@ -52,8 +52,9 @@ class Hands(Protocol):
         """Return once one of these is done, or after so long."""
         ...
 
-    def close(self) -> None:
-        """Write what is begun; reads are lost."""
+    def close(self, leaves: bool = False) -> None:
+        """Write what is begun; reads are lost. leaves: what is not being written is lost, too, and
+        nobody waits for what is."""
         ...
 
     @property
@@ -152,11 +153,11 @@ class DiskHand:
         """As Hands."""
         wait(some, seconds, FIRST_COMPLETED)
 
-    def close(self) -> None:
+    def close(self, leaves: bool = False) -> None:
         """As Hands."""
         self._closing.set()
         self.poll(finish=True)
-        self._writer.shutdown()
+        self._writer.shutdown(wait=not leaves, cancel_futures=leaves)
         self._readers.shutdown()
 
     def _own(self, name: bytes) -> bytes:

@@ -164,10 +164,10 @@ class LinkedHands:
         """As Hands."""
         self._link.wait(some, seconds)
 
-    def close(self) -> None:
+    def close(self, leaves: bool = False) -> None:
         """As Hands."""
         if self._own is not None:
-            self._own.close()
+            self._own.close(leaves)
         self._link.close()
 
 
@@ -208,5 +208,5 @@ class DiskFollower:
         ]
 
     def close(self) -> None:
-        """Leave."""
-        self._hand.close()
+        """Leave: rank 0 has waited for what it wants written."""
+        self._hand.close(leaves=True)

@@ -211,6 +211,12 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "tokens of prompts in these steps; over the steps: the mean chunk",
     ),
     (
+        "prefill_absorbed",
+        "prefill_absorbed_tokens",
+        CounterMetricFamily,
+        "of these tokens those that attend cached latents as decoded tokens do",
+    ),
+    (
         "prefill_steps_cut",
         "prefill_steps_cut",
         CounterMetricFamily,

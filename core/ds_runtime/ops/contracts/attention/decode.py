@@ -48,6 +48,10 @@ class MlaDecode(Protocol):
     attends the tokens that DecodePart names, always including its own. Tokens that it does not see
     are finite.
 
+    A kernel with a true `many_rows` takes any number of rows of a sequence, whatever
+    Limits.max_queries says, at about the FLOPs per second of MhaPrefill. Short chunks of prompts
+    behind many cached tokens then attend through it.
+
     Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
     of others may hold NaN. 0 sequences is legal.
     Version 2: a sequence may have several rows. Version 1 had one row per sequence.

@@ -1,0 +1,100 @@
+"""Short chunks behind long cached beginnings attend latents: the answers are those of expanding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_graphs import recorded  # noqa: F401 (a fixture)
+from test_parity_llm import check, prompts_of
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.engine.engine import Absorbing
+from ds_runtime_kit.models.answers import check_float32
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
+PARAMS = SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
+CHUNKS = (1, 2, 15, 16, 17, 31, 48)
+PREFIXES = (16, 64, 65, 130)  # tokens; pages are of 16
+
+
+@pytest.fixture
+def never(monkeypatch):
+    """Every chunk expands what is cached."""
+
+    def off():
+        monkeypatch.setattr(Absorbing, "of", lambda *given: None)
+
+    return off
+
+
+def asked(llm, prompts, params=PARAMS):
+    """Beginnings first, so that what is behind them finds them cached."""
+    for prefix, _ in prompts:
+        llm.generate(prefix, SamplingParams(max_tokens=1))
+    before = llm.stats().prefill_absorbed
+    outputs = llm.generate([prefix + tail for prefix, tail in prompts], params)
+    return outputs, llm.stats().prefill_absorbed - before
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_chunk_behind_every_beginning(checkpoints, shape, prefix):
+    folder, oracle = checkpoints(shape)
+    beginnings = prompts_of(oracle, (prefix,) * len(CHUNKS), seed=prefix)
+    tails = prompts_of(oracle, CHUNKS, seed=1)
+    with LLM(folder, **SETTINGS) as llm:
+        outputs, absorbed = asked(llm, list(zip(beginnings, tails, strict=True)))
+        rule = llm._alive().scheduler.limits.absorbing
+    cached = prefix // 16 * 16
+    lengths = [prefix - cached + n for n in CHUNKS]
+    due = [n for n in lengths if rule.pays(cached, n)]
+    assert absorbed == sum(due) and due
+    assert prefix != 16 or len(due) < len(lengths), "long chunks expand short beginnings"
+    check(oracle, outputs)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_itl": 5.0}, {"tp": 2}])
+def test_beside_others(checkpoints, never, more):
+    """Decode steps, whole prompts and chunks of long ones in one step, in any order of arrival."""
+    (folder, _), draw = checkpoints("v2-lite"), random.Random(3)
+    prefix = [draw.randrange(2, 128) for _ in range(120)]
+    prompts = [prefix + [draw.randrange(2, 128) for _ in range(n)] for n in (3, 40, 1, 20, 9, 25)]
+    prompts[1:1] = [[draw.randrange(2, 128) for _ in range(n)] for n in (90, 5)]
+    given = {**SETTINGS, **more, "max_step_tokens": 64, "chunked_prefill_size": 48}
+    found = []
+    for off in (False, True):
+        if off:
+            never()
+        with LLM(folder, **given) as llm:
+            llm.generate(prefix, SamplingParams(max_tokens=1))
+            found.append(llm.generate(prompts, PARAMS))
+            assert (llm.stats().prefill_absorbed > 0) is not off
+    check_float32(*found)
+
+
+def test_captured_steps_answer_alike(checkpoints, recorded, monkeypatch):  # noqa: F811
+    """What this platform attends with takes any number of rows."""
+    monkeypatch.setattr(recorded.MlaDecode, "many_rows", True, raising=False)
+    (folder, _), draw = checkpoints("v2-lite"), random.Random(4)
+    prefix = [draw.randrange(2, 128) for _ in range(100)]
+    prompts = [prefix + [draw.randrange(2, 128) for _ in range(n)] for n in (1, 7, 20, 33)]
+    found = []
+    for captured in (True, False):
+        given = {**SETTINGS, "disable_prefill_graph": not captured}
+        given |= {"prefill_graph_sizes": (8, 24, 60)} if captured else {}
+        with LLM(folder, extra_plugins=[recorded], **given) as llm:
+            llm.generate(prefix, SamplingParams(max_tokens=1))
+            found.append(llm.generate(prompts, PARAMS))
+            assert llm.stats().prefill_absorbed > 0
+    check_float32(*found)
+
+
+def test_prompts_that_are_scored(checkpoints):
+    """Rows of prompts are scored, too: chunks of 20 behind those before them."""
+    folder, oracle = checkpoints("v2-lite")
+    params = SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    with LLM(folder, **SETTINGS, chunked_prefill_size=20) as llm:
+        outputs = llm.generate(prompts_of(oracle, (130, 61)), params)
+        assert llm.stats().prefill_absorbed > 80
+    check(oracle, outputs)
