@@ -49,7 +49,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
-    part of a step that is captured."""
+    part of a step that is captured; count: how often it is made."""
 
     op: str
     kernel: Kernel
@@ -57,6 +57,7 @@ class Call:
     rows: int
     work: Callable[[int], OpWork]
     captured: bool
+    count: int = 1
 
     @property
     def name(self) -> str:
@@ -110,10 +111,10 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
     bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
     own = -(-step.rows // mesh.attn_dp)
     for site, kernel in binding.choices:
-        if kernel is None or site.role == DRAFT or not _called(site, step, bound):
+        if kernel is None or site.role == DRAFT:
             continue
-        rows = _rows(assembly, site, step, own)
-        if not rows:
+        count = _count(site, step, bound)
+        if not count or not (rows := _rows(assembly, site, step, own)):
             continue
         shares = binding.shares.get((site.op, site.layer, site.module))
         sizes = _sizes(assembly, site, step)
@@ -129,6 +130,7 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
                 rows,
                 _work(serves, method, replace(sizes, held=held), step),
                 site.captured and step.phase == "decode",
+                count,
             )
 
 
@@ -136,15 +138,19 @@ Bound = dict[tuple[int, str, str], Kernel]
 """The kernels of a binding, by layer, module and op."""
 
 
-def _called(site: Site, step: Step, bound: Bound) -> bool:
+def _count(site: Site, step: Step, bound: Bound) -> int:
+    """How often a step calls the op of a place; 0 where others do its work."""
     if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
-        return False
+        return 0
     if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
-        return False
+        return 0
     here = {op for layer, module, op in bound if (layer, module) == (site.layer, site.module)}
     if site.module == "block":
-        return site.op in _norms(here, site.layer)
-    return not any(site.op in OPS[other].uses for other in here - _IN_PREFIX)
+        return _norms(here, site.layer).count(site.op)
+    if (site.module, site.op) == (ATTENTION, "rms_norm"):  # of queries; that of latents is fused
+        up = (site.layer, f"{ATTENTION}.q_b_proj", "linear")
+        return int(up in bound and "rms_norm_quantize" not in here)
+    return int(not any(site.op in OPS[other].uses for other in here - _IN_PREFIX))
 
 
 def _in_one(layer: int, step: Step, bound: Bound) -> bool:
@@ -152,12 +158,12 @@ def _in_one(layer: int, step: Step, bound: Bound) -> bool:
     return step.phase == "decode" and (layer, f"{ATTENTION}.inputs", "mla_inputs") in bound
 
 
-def _norms(here: set[str], layer: int) -> set[str]:
+def _norms(here: set[str], layer: int) -> tuple[str, str]:
     """Of a block's norms, those that are called: one in front of attention, which may quantise, and
     one behind it."""
     first = "rms_norm" if layer == 0 else "add_rms_norm"
     quantises = f"{first}_quantize"
-    return {quantises if quantises in here else first, "add_rms_norm"}
+    return (quantises if quantises in here else first), "add_rms_norm"
 
 
 def _methods(site: Site, step: Step, bound: Bound) -> tuple[str, ...]:

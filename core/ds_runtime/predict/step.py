@@ -55,8 +55,8 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     filled = _filled(assembly, step) if captured else step
     queued = 0
     for call in calls(assembly, filled):
-        found.add(call.op, _seconds(costs, call, found, assembly.config.dtype))
-        queued += not (captured and call.captured)
+        found.add(call.op, call.count * _seconds(costs, call, found, assembly.config.dtype))
+        queued += 0 if captured and call.captured else call.count
     for one in crossed(assembly, filled):
         each = 0.0
         if one.kind in costs.collectives:

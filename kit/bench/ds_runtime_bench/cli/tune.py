@@ -80,7 +80,7 @@ def run_costs(args: Namespace) -> int:
             assembly = tune.assembled(config, explicit, geometry, weights)
             only = args.op
             if assembly.mesh.ep > 1:  # what else it has is timed in others
-                only = [op for op in ("experts",) if not args.op or op in args.op]
+                only = [op for op in tune.BY_NUMBER if not args.op or op in args.op]
                 if not only:
                     continue
             tell(f"{geometry[0]} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step attends them
 _DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
+BY_NUMBER = ("experts",)  # what is timed where ranks divide experts by number
 _SMALL = 1 << 10  # values of the smallest op
 _FLOOR_CALLS = 256
 _V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
