@@ -123,6 +123,8 @@ def said(assembly: Assembly, costs: Costs, context: int) -> list[str]:
     if assembly.mesh.size > 1 and measured and assembly.mesh.tp not in measured:
         ranks = ", ".join(map(str, sorted(measured)))
         lines.append(f"collectives were measured of {ranks} ranks; others follow from these bytes")
+    if assembly.mesh.hosts > 1:
+        lines.append("collectives were measured on one machine: links to others take longer")
     if missing:
         lines.append(f"not measured, taken as fast as the device: {', '.join(sorted(missing))}")
     return lines

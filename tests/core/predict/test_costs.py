@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -238,6 +240,26 @@ def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
     assert any("decode step" in line for line in json.loads(capsys.readouterr().out)["memory"])
     assert main([*plan, "--cached-tokens", "0"]) == 1
     assert "--cached-tokens 0" in capsys.readouterr().err
+
+
+def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsys):
+    model = Path(__file__).parents[1] / "model/fixtures/deepseek-v3.json"
+    (tmp_path / "config.json").write_text(model.read_text())
+    curves = {kind: {2: ((4096, 1e-5), (1 << 26, 4e-4))} for kind in KINDS}
+    made = costs([Point(1, 1, 1, 1e-6)], curves, device="NVIDIA H200")
+    path = tmp_path / "costs.json"
+    Costs(**{**_fields(made), "bandwidth": 4e12, "compute": {"float8_e4m3fn": 1e15}}).write(path)
+    plan = ["plan", "--model", str(tmp_path), "--device", "h200", "--costs", str(path)]
+    assert main([*plan, "--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"]) == 0
+    out = capsys.readouterr().out
+    assert "of each rank: weights" in out and "that each rank receives" in out
+    steps_said = re.search(r"decode step by requests .*?: (.*)", out)[1]
+    found = {int(n): float(ms) for n, ms in re.findall(r"(\d+): ([\d.]+) ms", steps_said)}
+    assert list(found) == list(steps.BATCHES)
+    assert list(found.values()) == sorted(found.values())
+    assert "collectives were measured of 2 ranks" in out
+    # every expert of a rank once, for 512 requests, is the least that a step reads
+    assert found[512] > 58 * 32 * 3 * 7168 * 2048 / 4e12 * 1e3
 
 
 @pytest.mark.parametrize(

@@ -126,21 +126,23 @@ class Tuning:
         if site.op in APART:
             return
         shares = measurement.assembly.binding.shares.get((site.op, site.layer, site.module))
-        kernels = (group.bound,) if shares is None else shares.kernels
+        start, made = time.perf_counter(), dict[str, int]()
+        alike = OPS[site.op].kind == "function" or shares is None
+        kernels = shares.kernels if shares is not None and alike else (group.bound,)
         for kernel in kernels:
-            start, count = time.perf_counter(), 0
             try:
-                for rows, method, subject in _subjects(
-                    measurement, group, kernel, [n for n in self._rows if _fits(group, n)]
-                ):
-                    if serving(shares, group.bound, method, rows) is kernel:
-                        self._point(measurement, group, kernel, method, rows, subject)
-                        count += 1
+                timed = measurement.timed(group, kernel, None if alike else shares)
+                for n, method, subject in _subjects(timed, group, self._rows):
+                    serves = serving(shares, group.bound, method, n)
+                    if not alike or serves is kernel:
+                        self._point(measurement, group, serves, method, n, subject)
+                        made[serves.name] = made.get(serves.name, 0) + 1
             except Exception as e:  # a kernel that fails has the points that it has
                 said = (str(e).splitlines() or [""])[0]
                 self._tell(f"{group.op} {group.what}: {kernel.name}: {type(e).__name__}: {said}")
-            took = time.perf_counter() - start
-            self._tell(f"{group.op} {group.what}: {kernel.name}: {count} points in {took:.1f} s")
+        points = ", ".join(f"{name} {count}" for name, count in made.items()) or "none"
+        took = time.perf_counter() - start
+        self._tell(f"{group.op} {group.what}: points {points}, in {took:.1f} s")
 
     def _point(
         self,
@@ -188,13 +190,14 @@ def _fits(group: Group, rows: int) -> bool:
 
 
 def _subjects(
-    measurement: Measurement, group: Group, kernel: Kernel, rows: Sequence[int]
+    timed: Timed, group: Group, rows: Sequence[int]
 ) -> Iterator[tuple[int, str, Subject]]:
     """(rows, method, subject) of each method that the op's cost has, and of codes where the kernel
     takes them."""
-    timed = measurement.timed(group, kernel)
     methods = tuple(timed.cost.calls)
     for n in rows:
+        if not _fits(group, n):
+            continue
         for method, subject in zip(methods, timed.at(n), strict=True):
             yield n, method, subject
             coded = _coded(timed, n, subject) if group.op == "linear" else None
