@@ -75,6 +75,9 @@ def run_costs(args: Namespace) -> int:
         print(f"{time.monotonic() - began:6.1f} s  {said}", file=sys.stderr, flush=True)
 
     tuning = tune.Tuning(args.seconds, args.rows or tune.ROWS, tell)
+    device = tune.assembled(config, explicit, ("tiny-v3", {}, {}), "bfloat16").device.name
+    out = _file(args, device)
+    known = _known(out, device).collectives if out.exists() else {}
     for weights in dict.fromkeys(args.weights):
         for geometry in _geometries(config, explicit, args.shapes, weights):
             assembly = tune.assembled(config, explicit, geometry, weights)
@@ -85,11 +88,9 @@ def run_costs(args: Namespace) -> int:
                     continue
             tell(f"{geometry[0]} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
             tuning.add(assembly, only)
+            costs = tuning.costs()  # what is known so far, should this be stopped
+            costs.with_collectives(known).write(out)
     costs = tuning.costs()
-    out = _file(args, costs.device)
-    if out.exists():
-        costs = costs.with_collectives(_known(out, costs.device).collectives)
-    costs.write(out)
     points = sum(len(cost.points) for cost in costs.kernels.values())
     print(
         f"{out}: {points} points of {len(costs.kernels)} kernels on {costs.device} in "

@@ -110,6 +110,7 @@ class Tuning:
         self._seconds, self._rows, self._tell = seconds, tuple(rows), tell
         self._found: dict[str, tuple[str, str, list[Point]]] = {}
         self._first: Measurement | None = None
+        self._floors: tuple[float, float, float] | None = None
 
     def add(self, assembly: Assembly, only: Sequence[str] = ()) -> None:
         """All of its kernels, or those of `only` these ops."""
@@ -163,7 +164,8 @@ class Tuning:
         """What was found, with the device's rates and floors."""
         assert self._first is not None, "nothing was added"
         assembly, here = self._first.assembly, environment()
-        floor, launch, replay = floors(self._first)
+        self._floors = self._floors or floors(self._first)
+        floor, launch, replay = self._floors
         device = assembly.device
         return Costs(
             device.name,
@@ -207,12 +209,16 @@ def _subjects(
 
 def _coded(timed: Timed, rows: int, plain: Subject) -> Subject | None:
     """The same of activations that come as codes; None where the kernel takes none."""
+    import torch
+
     kernel: Any = timed.kernel
     groups = kernel.quantizes(rows, timed.packed[0]) if hasattr(kernel, "quantizes") else None
     if groups is None:
         return None
-    x = plain.calls[0].args[0]  # type: ignore[attr-defined]
-    codes = load_attr(OPS["quantize_group"].reference)(x, *groups)
+    given = plain.calls[0].args  # type: ignore[attr-defined]
+    x = next(a for a in given if isinstance(a, torch.Tensor))
+    q, scale = load_attr(OPS["quantize_group"].reference)(x, *groups)
+    codes = q, scale.T.contiguous().T  # in columns, as fused kernels write them
 
     def call(packed: Any) -> Callable[[], Any]:
         return lambda: kernel.apply_quantized(*codes, packed)
