@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "devices.json"
-_PROPERTIES = ("name", "family", "asynchronous", "captures", "own_memory", "kv_share")
+_PROPERTIES = (
+    "name",
+    "family",
+    "asynchronous",
+    "captures",
+    "branches",
+    "own_memory",
+    "kv_share",
+)
 _DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
 _OPTIONAL = {"features", "unrun", "bandwidth_gb_s", "link", "link_gb_s", "multicast"}
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}

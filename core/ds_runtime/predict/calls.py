@@ -12,7 +12,7 @@ from typing import Literal
 
 from ds_runtime.assembly.crossing import Crossing, takes_codes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.description.tree import ATTENTION, HEAD, padded
+from ds_runtime.description.tree import ATTENTION, HEAD, MLP, padded
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
@@ -21,10 +21,12 @@ from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
 
 Phase = Literal["decode", "prefill"]
+Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
 APART = {"logprobs", "mask_logits"}  # that a request asks for
 _IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in ("qkv_a_proj", "q_b_proj"))}
+_CHOICE = {"router_logits", "route", "route_softplus"}
 _BEHIND = {"mla_decode", "sparse_decode"}  # what attends
 _FED = {  # the end of a module → where the op in front of it is, and which: it brings codes
     "qkv_a_proj": ("block", "add_rms_norm_quantize"),
@@ -49,7 +51,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
-    part of a step that is captured; count: how often it is made."""
+    part of a step that is captured; count: how often it is made; branch: of which of two sides, if
+    a capture may hold it beside the other."""
 
     op: str
     kernel: Kernel
@@ -58,6 +61,7 @@ class Call:
     work: Callable[[int], OpWork]
     captured: bool
     count: int = 1
+    branch: Branch = ""
 
     @property
     def name(self) -> str:
@@ -131,7 +135,14 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
                 _work(serves, method, replace(sizes, held=held), step),
                 site.captured and step.phase == "decode",
                 count,
+                _branch(site),
             )
+
+
+def _branch(site: Site) -> Branch:
+    if site.module.startswith(f"{MLP}.shared_experts"):
+        return "shared"
+    return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
 
 Bound = dict[tuple[int, str, str], Kernel]
