@@ -48,8 +48,8 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     """What a step takes on the device of `costs`.
 
     Captured: all captured calls one after the other, but for shared experts and the choice of
-    routed ones where the platform records them beside each other, then those that are not. Others: a device that
-    queues takes no less than the host needs to queue its calls.
+    routed ones where the platform records them beside each other, then those that are not. Others:
+    a device that queues takes no less than the host needs to queue its calls.
     """
     found = Predicted(step)
     platform, mesh = assembly.platform, assembly.mesh
