@@ -287,7 +287,7 @@ def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
     tuning = tune.Tuning(2e-3, (1, 4, 16), lambda said: None)
     config = EngineConfig(platform="cpu", threads=1)
     for change in ({"moe_intermediate_size": 704}, {"n_routed_experts": 16, "vocab_size": 4096}):
-        geometry = ("lite-2", values | change, {})
+        geometry = tune.Geometry("lite-2", values | change)
         tuning.add(tune.assembled(config, {"platform", "threads"}, geometry, "bfloat16"))
     path = tmp_path / "costs.json"
     tuning.costs().write(path)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,59 +33,44 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step attends them
 _DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
-BY_NUMBER = ("experts",)  # what is timed where ranks divide experts by number
-_SMALL = 1 << 10  # values of the smallest op
+_FEW = 1 << 10  # values of the smallest op
 _FLOOR_CALLS = 256
 _V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-Geometry = tuple[str, Mapping[str, Any], Mapping[str, Any]]
-"""A named shape, what is other in it, and settings of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A named shape, what is other in it, settings of the engine, and the ops that are timed of it;
+    none: all."""
+
+    shape: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+
+
+_EXPERTS = ("experts",)
 _BY_NUMBER = {"tp": 4, "dp": 4, "ep": 4, "enable_dp_attention": True}
-LARGE: tuple[Geometry, ...] = (
-    (
-        "v3-slice",
-        {
-            **_V3,
-            "n_routed_experts": 64,
-            "num_attention_heads": 64,
-            "vocab_size": 40960,
-            "intermediate_size": 12288,
-        },
-        {},
-    ),
-    (
-        "v3-slice",
-        {
-            **_V3,
-            "moe_intermediate_size": 256,
-            "num_attention_heads": 16,
-            "vocab_size": 16384,
-            "intermediate_size": 2304,
-        },
-        {},
-    ),
-    (
-        "v2-lite",
-        {
-            "num_hidden_layers": 2,
-            "n_routed_experts": 32,
-            "vocab_size": 25600,
-            "intermediate_size": 5504,
-        },
-        {},
-    ),
-    ("v3-slice", {**_V3, "vocab_size": 40960}, _BY_NUMBER),
-    ("v2-lite", {"num_hidden_layers": 2, "vocab_size": 25600}, _BY_NUMBER),
+_WIDE = {"n_routed_experts": 64, "num_attention_heads": 64, "intermediate_size": 12288}
+_NARROW = {"moe_intermediate_size": 256, "num_attention_heads": 16, "intermediate_size": 2304}
+_LITE = {"num_hidden_layers": 2, "vocab_size": 25600}
+LARGE = (
+    Geometry("v3-slice", {**_V3, **_WIDE, "vocab_size": 40960}),
+    Geometry("v3-slice", {**_V3, **_NARROW, "vocab_size": 16384}),
+    Geometry("v2-lite", {**_LITE, "n_routed_experts": 32, "intermediate_size": 5504}),
+    Geometry("v3-slice", _V3, _BY_NUMBER, _EXPERTS),
+    Geometry("v2-lite", _LITE, _BY_NUMBER, _EXPERTS),
+    Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 384}, {}, _EXPERTS),
 )
-SMALL: tuple[Geometry, ...] = (
-    ("lite-2", {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}, {}),
-    ("lite-2", {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}, {}),
-)
+_SMALL = {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}
+_SMALLER = {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}
+SMALL = (Geometry("lite-2", _SMALL), Geometry("lite-2", _SMALLER))
 
 
 def geometries(shapes: Sequence[str], own_memory: bool) -> tuple[Geometry, ...]:
     """What is timed: these named shapes, or what suits a device."""
     if shapes:
-        return tuple((name, {}, {}) for name in shapes)
+        return tuple(Geometry(name) for name in shapes)
     return LARGE if own_memory else SMALL
 
 
@@ -93,13 +78,13 @@ def assembled(
     config: EngineConfig, explicit: Iterable[str], geometry: Geometry, weights: str
 ) -> Assembly:
     """The assembly of a geometry, for which no checkpoint is needed."""
-    name, values, settings = geometry
+    name = geometry.shape
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / name
         named.mkdir()
-        raw = {**config_of(name, weights), **values}
+        raw = {**config_of(name, weights), **geometry.values}
         (named / "config.json").write_text(json.dumps(raw))
-        given = {"model": str(named), "load_format": "dummy", **settings}
+        given = {"model": str(named), "load_format": "dummy", **geometry.settings}
         return assemble(with_changes(config, given), {*explicit, *given})
 
 
@@ -117,7 +102,7 @@ class Tuning:
         for context in SHORT:
             measurement = Measurement(assembly, context, None, self._seconds, self._first)
             self._first = self._first or measurement
-            if context == SHORT[0] and not only:
+            if context == SHORT[0] and (not only or "linear" in only):
                 self._compile(measurement)
             for group in groups(assembly, only):
                 attends = group.sites[0].phase == "decode" and OPS[group.op].by_sequence
@@ -245,7 +230,7 @@ def floors(measurement: Measurement) -> tuple[float, float, float]:
     import torch
 
     platform = measurement.platform
-    x = torch.ones(_SMALL, device=measurement.device)
+    x = torch.ones(_FEW, device=measurement.device)
 
     def call() -> Any:
         return x.add_(1.0)
