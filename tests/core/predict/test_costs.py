@@ -278,31 +278,32 @@ def test_bad_input_of_tune_is_named(capsys, flags, said):
 
 
 def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
-    """Costs of ops at other sizes, and a step that was not among them: within a wide bound, as
-    others use the machine, too."""
+    """Costs of ops at other sizes, and a step that was not among them: within a wide bound. Times
+    are those of the processor, as others use the machine, too."""
     given = Ceilings(2e10, {"bfloat16": 2e11, "float32": 1e11}, 1 << 25, "given")
     monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: given)
-    values = {"hidden_size": 1024, "n_routed_experts": 8, "num_experts_per_tok": 4}
-    values |= {"vocab_size": 16384, "intermediate_size": 4096}
-    tuning = tune.Tuning(2e-3, (1, 4, 16), lambda said: None)
+    values = {"n_routed_experts": 8, "num_experts_per_tok": 4, "vocab_size": 16384}
+    values |= {"intermediate_size": 4096}
+    tuning = tune.Tuning(1e-2, (1, 4, 16), lambda said: None)
     config = EngineConfig(platform="cpu", threads=1)
-    for change in ({"moe_intermediate_size": 704}, {"n_routed_experts": 16, "vocab_size": 4096}):
-        geometry = tune.Geometry("lite-2", values | change)
-        tuning.add(tune.assembled(config, {"platform", "threads"}, geometry, "bfloat16"))
-    path = tmp_path / "costs.json"
-    tuning.costs().write(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", time.process_time)
+        for change in (
+            {"moe_intermediate_size": 704},
+            {"n_routed_experts": 16, "vocab_size": 4096},
+        ):
+            geometry = tune.Geometry("lite-2", values | change)
+            tuning.add(tune.assembled(config, {"platform", "threads"}, geometry, "bfloat16"))
+        path = tmp_path / "costs.json"
+        tuning.costs().write(path)
     made = Costs.read(path)
 
     folder = tmp_path / "model"
     folder.mkdir()
-    config = config_of("lite-8", "bfloat16") | values | {"num_hidden_layers": 4}
+    config = config_of("lite-8", "bfloat16") | values | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    settings = {
-        **SETTINGS,
-        "disable_radix_cache": True,
-        "context_length": 256,
-        "kv_memory": 32 << 20,
-    }
+    settings = {"disable_radix_cache": True, "context_length": 256, "kv_memory": 32 << 20}
+    settings = {**SETTINGS, **settings}
     assembly = decided(folder, **settings)
     with LLM(str(folder), **settings) as llm:
         for requests in (1, 8):
@@ -312,12 +313,12 @@ def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
                 times = []
                 for tokens in (4, 20):
                     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-                    start = time.perf_counter()
+                    start = time.process_time()
                     llm.generate(prompts, params)
-                    times.append(time.perf_counter() - start)
+                    times.append(time.process_time() - start)
                 took.append((times[1] - times[0]) / 16)
             predicted = steps.predict(assembly, made, steps.decode(requests, 28))
             assert not predicted.unmeasured
             measured = sorted(took)[1]
             print(f"{requests}: {predicted.seconds * 1e3:.2f} ms, measured {measured * 1e3:.2f} ms")
-            assert measured / 5 < predicted.seconds < 5 * measured
+            assert measured / 3 < predicted.seconds < 3 * measured
