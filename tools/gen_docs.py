@@ -272,6 +272,10 @@ PARTS = {
     ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
+COSTS = {
+    "`tune costs`, `tune comm`": "*ran on* CPUs, *unrun* on other devices",
+    "predicted steps (`plan`)": "*ran on* CPUs, held against measured steps within a factor of 5",
+}
 V4 = {
     "text, `--tp`, `--ep`, `--quantize`, DP attention": "*ran on* CPUs, *unrun* on other devices",
     "[prefix hits](cache-groups.md) where prompts part, `convert`": "*ran on* CPUs, *unrun* on "
@@ -290,6 +294,7 @@ SUPPORT_STATES = (
     _states("Pages from engine to engine", "[handed over](kv-transfer.md) between", PAGES)
     + _states("Cached pages below the device", "[tier](operating.md)", TIERS)
     + _states("Experts by number", "[--ep](many-devices.md)", PARTS)
+    + _states("Predicted steps", "[prediction](prediction.md)", COSTS)
     + _states("DeepSeek-V4", "[V4](numerics.md#deepseek-v4)", V4)
 )
 

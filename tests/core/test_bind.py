@@ -481,7 +481,7 @@ class _Absorb:
 def test_bounds_may_hold_for_one_method_alone() -> None:
     import torch
 
-    from ds_runtime.ops.binding.bound import _ByRows
+    from ds_runtime.ops.binding.bound import ByRows
     from ds_runtime.ops.weight import Packed
 
     few = kernel("mla_absorb", "few", 30, rows=RowRange("rows.v9"))
@@ -492,7 +492,7 @@ def test_bounds_may_hold_for_one_method_alone() -> None:
     ):
         shares = shares_of([few, replace(many, rows=replace(many.rows, methods=by_rows))])
         assert shares is not None and shares.beside(few) == said
-        both = _ByRows(shares, [_Absorb("few"), _Absorb("many")])
+        both = ByRows(shares, [_Absorb("few"), _Absorb("many")])
         packed, two, three = Packed("rows.v9", (), {}, 0), torch.zeros(2, 1), torch.zeros(3, 1)
         assert both.expand(two, packed) == ("few", "values")
         assert both.expand(three, packed) == ("many", "values")

@@ -38,6 +38,7 @@ _PROPERTIES = (
     "family",
     "asynchronous",
     "captures",
+    "branches",
     "own_memory",
     "kv_share",
     "ordered_sums",

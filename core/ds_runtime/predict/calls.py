@@ -12,7 +12,7 @@ from typing import Literal
 
 from ds_runtime.assembly.crossing import Crossing, takes_codes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.description.tree import ATTENTION, HEAD, padded
+from ds_runtime.description.tree import ATTENTION, HEAD, MLP, padded
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
@@ -21,10 +21,12 @@ from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
 
 Phase = Literal["decode", "prefill"]
+Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
 APART = {"logprobs", "mask_logits"}  # that a request asks for
 _IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in ("qkv_a_proj", "q_b_proj"))}
+_CHOICE = {"router_logits", "route", "route_softplus"}
 _BEHIND = {"mla_decode", "sparse_decode"}  # what attends
 _FED = {  # the end of a module → where the op in front of it is, and which: it brings codes
     "qkv_a_proj": ("block", "add_rms_norm_quantize"),
@@ -49,7 +51,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
-    part of a step that is captured."""
+    part of a step that is captured; count: how often it is made; branch: of which of two sides, if
+    a capture may hold it beside the other."""
 
     op: str
     kernel: Kernel
@@ -57,6 +60,8 @@ class Call:
     rows: int
     work: Callable[[int], OpWork]
     captured: bool
+    count: int = 1
+    branch: Branch = ""
 
     @property
     def name(self) -> str:
@@ -110,10 +115,10 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
     bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
     own = -(-step.rows // mesh.attn_dp)
     for site, kernel in binding.choices:
-        if kernel is None or site.role == DRAFT or not _called(site, step, bound):
+        if kernel is None or site.role == DRAFT:
             continue
-        rows = _rows(assembly, site, step, own)
-        if not rows:
+        count = _count(site, step, bound)
+        if not count or not (rows := _rows(assembly, site, step, own)):
             continue
         shares = binding.shares.get((site.op, site.layer, site.module))
         sizes = _sizes(assembly, site, step)
@@ -129,22 +134,34 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
                 rows,
                 _work(serves, method, replace(sizes, held=held), step),
                 site.captured and step.phase == "decode",
+                count,
+                _branch(site),
             )
+
+
+def _branch(site: Site) -> Branch:
+    if site.module.startswith(f"{MLP}.shared_experts"):
+        return "shared"
+    return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
 
 Bound = dict[tuple[int, str, str], Kernel]
 """The kernels of a binding, by layer, module and op."""
 
 
-def _called(site: Site, step: Step, bound: Bound) -> bool:
+def _count(site: Site, step: Step, bound: Bound) -> int:
+    """How often a step calls the op of a place; 0 where others do its work."""
     if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
-        return False
+        return 0
     if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
-        return False
+        return 0
     here = {op for layer, module, op in bound if (layer, module) == (site.layer, site.module)}
     if site.module == "block":
-        return site.op in _norms(here, site.layer)
-    return not any(site.op in OPS[other].uses for other in here - _IN_PREFIX)
+        return _norms(here, site.layer).count(site.op)
+    if (site.module, site.op) == (ATTENTION, "rms_norm"):  # of queries; that of latents is fused
+        up = (site.layer, f"{ATTENTION}.q_b_proj", "linear")
+        return int(up in bound and "rms_norm_quantize" not in here)
+    return int(not any(site.op in OPS[other].uses for other in here - _IN_PREFIX))
 
 
 def _in_one(layer: int, step: Step, bound: Bound) -> bool:
@@ -152,12 +169,12 @@ def _in_one(layer: int, step: Step, bound: Bound) -> bool:
     return step.phase == "decode" and (layer, f"{ATTENTION}.inputs", "mla_inputs") in bound
 
 
-def _norms(here: set[str], layer: int) -> set[str]:
+def _norms(here: set[str], layer: int) -> tuple[str, str]:
     """Of a block's norms, those that are called: one in front of attention, which may quantise, and
     one behind it."""
     first = "rms_norm" if layer == 0 else "add_rms_norm"
     quantises = f"{first}_quantize"
-    return {quantises if quantises in here else first, "add_rms_norm"}
+    return (quantises if quantises in here else first), "add_rms_norm"
 
 
 def _methods(site: Site, step: Step, bound: Bound) -> tuple[str, ...]:

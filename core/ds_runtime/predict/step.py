@@ -11,14 +11,15 @@ from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.predict.calls import Call, Step, arithmetic, calls, crossed
 from ds_runtime.predict.costs import Costs
 
-COLLECTIVES = "collectives"
+COLLECTIVES, BESIDE = "collectives", "beside each other"
 BATCHES = (1, 8, 32, 64, 128, 256, 512)  # of decode steps
 PROMPT = 512  # tokens of each prompt of a prefill
 
 
 @dataclass(slots=True)
 class Predicted:
-    """seconds: of a step; by: those of each op, and of `COLLECTIVES`; unmeasured: kernels whose
+    """seconds: of a step; by: those of each op, of `COLLECTIVES`, and less than none of what runs
+    `BESIDE` others; unmeasured: kernels whose
     time is the roof's alone; nbytes: that each rank receives."""
 
     step: Step
@@ -46,17 +47,20 @@ def prefill(tokens: int, prompt: int) -> Step:
 def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     """What a step takes on the device of `costs`.
 
-    Captured: all captured calls one after the other, then those that are not. Others: a device that
-    queues takes no less than the host needs to queue its calls.
+    Captured: all captured calls one after the other, but for shared experts and the choice of
+    routed ones where the platform records them beside each other, then those that are not. Others:
+    a device that queues takes no less than the host needs to queue its calls.
     """
     found = Predicted(step)
     platform, mesh = assembly.platform, assembly.mesh
     captured = platform.captures and not assembly.config.disable_graph and step.phase == "decode"
     filled = _filled(assembly, step) if captured else step
-    queued = 0
+    queued, sides = 0, dict.fromkeys(("shared", "choice", ""), 0.0)
     for call in calls(assembly, filled):
-        found.add(call.op, _seconds(costs, call, found, assembly.config.dtype))
-        queued += not (captured and call.captured)
+        took = call.count * _seconds(costs, call, found, assembly.config.dtype)
+        found.add(call.op, took)
+        sides[call.branch] += took
+        queued += 0 if captured and call.captured else call.count
     for one in crossed(assembly, filled):
         each = 0.0
         if one.kind in costs.collectives:
@@ -67,6 +71,8 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
             each = one.nbytes * (one.ranks - 1) / one.ranks / rate if rate else 0.0
         found.add(COLLECTIVES, one.count * each)
         queued += 0 if captured else one.count
+    if captured and platform.branches:
+        found.add(BESIDE, -min(sides["shared"], sides["choice"]))
     found.seconds = sum(found.by.values())
     if captured:
         found.seconds += costs.replay
@@ -123,6 +129,8 @@ def said(assembly: Assembly, costs: Costs, context: int) -> list[str]:
     if assembly.mesh.size > 1 and measured and assembly.mesh.tp not in measured:
         ranks = ", ".join(map(str, sorted(measured)))
         lines.append(f"collectives were measured of {ranks} ranks; others follow from these bytes")
+    if assembly.mesh.hosts > 1:
+        lines.append("collectives were measured on one machine: links to others take longer")
     if missing:
         lines.append(f"not measured, taken as fast as the device: {', '.join(sorted(missing))}")
     return lines

@@ -32,7 +32,7 @@ def _say_plain(kernel: str, shape: tuple[int, ...]) -> None:
     _log.warning("%s has no form for a weight of %s: others serve its calls", kernel, size)
 
 
-class _ByRows:
+class ByRows:
     """Kernels of one packing behind one contract: by the rows of a method's first argument, where
     the weight could be packed so that all of them read it. loaded: those of `shares.kernels`, in
     this order.
@@ -132,7 +132,7 @@ class BoundOps:
                     self._bound.append(Bound(each, site, self._facts[key], made, [where]))
             else:
                 loaded = [self._load(each, key) for each in shares.kernels]
-                place[site.op] = _ByRows(shares, loaded)
+                place[site.op] = ByRows(shares, loaded)
                 for each, made in zip(shares.kernels, loaded, strict=True):
                     self._bound.append(Bound(each, site, self._facts[key], made, seen))
         for site, op in reversed(composed):  # parts of a fusion come after it: bind them first

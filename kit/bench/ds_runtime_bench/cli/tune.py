@@ -13,6 +13,7 @@ from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.ops.table import OPS
 from ds_runtime_bench.shapes import DTYPES, SHAPES
 
 COSTS_ABOUT = """\
@@ -75,21 +76,20 @@ def run_costs(args: Namespace) -> int:
         print(f"{time.monotonic() - began:6.1f} s  {said}", file=sys.stderr, flush=True)
 
     tuning = tune.Tuning(args.seconds, args.rows or tune.ROWS, tell)
+    device = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16").device.name
+    out = _file(args, device)
+    known = _known(out, device).collectives if out.exists() else {}
     for weights in dict.fromkeys(args.weights):
         for geometry in _geometries(config, explicit, args.shapes, weights):
+            only = tuple(op for op in args.op or OPS if not geometry.only or op in geometry.only)
+            if not only:
+                continue
             assembly = tune.assembled(config, explicit, geometry, weights)
-            only = args.op
-            if assembly.mesh.ep > 1:  # what else it has is timed in others
-                only = [op for op in ("experts",) if not args.op or op in args.op]
-                if not only:
-                    continue
-            tell(f"{geometry[0]} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
+            tell(f"{geometry.shape} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
             tuning.add(assembly, only)
+            costs = tuning.costs()  # what is known so far, should this be stopped
+            costs.with_collectives(known).write(out)
     costs = tuning.costs()
-    out = _file(args, costs.device)
-    if out.exists():
-        costs = costs.with_collectives(_known(out, costs.device).collectives)
-    costs.write(out)
     points = sum(len(cost.points) for cost in costs.kernels.values())
     print(
         f"{out}: {points} points of {len(costs.kernels)} kernels on {costs.device} in "
@@ -107,7 +107,7 @@ def _file(args: Namespace, device: str) -> Path:
 def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights: str) -> Any:
     from ds_runtime_bench.ops import tune
 
-    smallest = tune.assembled(config, explicit, ("tiny-v3", {}, {}), weights)
+    smallest = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), weights)
     return tune.geometries(shapes, smallest.platform.own_memory)
 
 
@@ -131,7 +131,7 @@ def run_comm(args: Namespace) -> int:
     from ds_runtime_bench.ops import comm, tune
     from ds_runtime_bench.record import as_served
 
-    assembly = tune.assembled(config, explicit, ("tiny-v3", {}, {}), "bfloat16")
+    assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
     out = _file(args, assembly.device.name)
     costs = _known(out, assembly.device.name)
     as_served(assembly.platform)

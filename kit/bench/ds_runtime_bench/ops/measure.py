@@ -24,6 +24,7 @@ from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.description.tree import padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.contracts.caches import KV
@@ -283,11 +284,11 @@ class Measurement:
         except Exception as e:  # one kernel's failure is its own figure
             yield Figure(*about, n, kernel.name, bound, error=_failure(e))
 
-    def timed(self, group: Group, kernel: Kernel) -> Timed:
-        """The kernel there, packed."""
+    def timed(self, group: Group, kernel: Kernel, shares: Shares | None = None) -> Timed:
+        """The kernel there, packed; or those that share its calls, as a model holds them."""
         from ds_runtime_bench.ops.subjects import Timed
 
-        return Timed(kernel, self._place(group, kernel), self._memory())
+        return Timed(kernel, self._place(group, kernel), self._memory(), shares)
 
     def work(self, subject: Subject, kernel: Kernel, group: Group) -> OpWork:
         """What a call of it moves and computes, weights as `kernel` reads them."""

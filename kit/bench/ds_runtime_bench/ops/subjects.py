@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Limits
+from ds_runtime.ops.binding.bound import ByRows
+from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.contract import Dims, Facts, Kernel, load_attr
 from ds_runtime.ops.contracts.work import ITEM_BYTES, matrix_bytes
 from ds_runtime.ops.declare import Cost, OpWork, Results
@@ -63,13 +65,22 @@ class Subject:
 
 
 class Timed:
-    """One kernel at one place, with as many copies of its weight as take turns."""
+    """One kernel at one place, or those that share its calls, with as many copies of its weight as
+    take turns."""
 
-    def __init__(self, kernel: Kernel, place: TrueInputs, memory: Memory) -> None:
+    def __init__(
+        self, kernel: Kernel, place: TrueInputs, memory: Memory, shares: Shares | None = None
+    ) -> None:
         self.op, self.memory = kernel.op, memory
         self.place, self.note = _fitting(place, memory)
-        made = load_attr(kernel.fn)
-        self.kernel = made if self.op.kind == "function" else made(self.place.facts)
+        facts = self.place.facts
+        self.kernel: Any
+        if self.op.kind == "function":
+            self.kernel = load_attr(kernel.fn)
+        elif shares is None:
+            self.kernel = load_attr(kernel.fn)(facts)
+        else:
+            self.kernel = ByRows(shares, [load_attr(k.fn)(facts) for k in shares.kernels])
         self.packed = Copies()
         if self.op.owns_weights:
             source = _source(self.cost, self.place)

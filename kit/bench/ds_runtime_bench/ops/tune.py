@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,58 +33,44 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step attends them
 _DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
-_SMALL = 1 << 10  # values of the smallest op
+_FEW = 1 << 10  # values of the smallest op
 _FLOOR_CALLS = 256
 _V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-Geometry = tuple[str, Mapping[str, Any], Mapping[str, Any]]
-"""A named shape, what is other in it, and settings of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A named shape, what is other in it, settings of the engine, and the ops that are timed of it;
+    none: all."""
+
+    shape: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+
+
+_EXPERTS = ("experts",)
 _BY_NUMBER = {"tp": 4, "dp": 4, "ep": 4, "enable_dp_attention": True}
-LARGE: tuple[Geometry, ...] = (
-    (
-        "v3-slice",
-        {
-            **_V3,
-            "n_routed_experts": 64,
-            "num_attention_heads": 64,
-            "vocab_size": 40960,
-            "intermediate_size": 12288,
-        },
-        {},
-    ),
-    (
-        "v3-slice",
-        {
-            **_V3,
-            "moe_intermediate_size": 256,
-            "num_attention_heads": 16,
-            "vocab_size": 16384,
-            "intermediate_size": 2304,
-        },
-        {},
-    ),
-    (
-        "v2-lite",
-        {
-            "num_hidden_layers": 2,
-            "n_routed_experts": 32,
-            "vocab_size": 25600,
-            "intermediate_size": 5504,
-        },
-        {},
-    ),
-    ("v3-slice", {**_V3, "vocab_size": 40960}, _BY_NUMBER),
-    ("v2-lite", {"num_hidden_layers": 2, "vocab_size": 25600}, _BY_NUMBER),
+_WIDE = {"n_routed_experts": 64, "num_attention_heads": 64, "intermediate_size": 12288}
+_NARROW = {"moe_intermediate_size": 256, "num_attention_heads": 16, "intermediate_size": 2304}
+_LITE = {"num_hidden_layers": 2, "vocab_size": 25600}
+LARGE = (
+    Geometry("v3-slice", {**_V3, **_WIDE, "vocab_size": 40960}),
+    Geometry("v3-slice", {**_V3, **_NARROW, "vocab_size": 16384}),
+    Geometry("v2-lite", {**_LITE, "n_routed_experts": 32, "intermediate_size": 5504}),
+    Geometry("v3-slice", _V3, _BY_NUMBER, _EXPERTS),
+    Geometry("v2-lite", _LITE, _BY_NUMBER, _EXPERTS),
+    Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 384}, {}, _EXPERTS),
 )
-SMALL: tuple[Geometry, ...] = (
-    ("lite-2", {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}, {}),
-    ("lite-2", {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}, {}),
-)
+_SMALL = {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}
+_SMALLER = {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}
+SMALL = (Geometry("lite-2", _SMALL), Geometry("lite-2", _SMALLER))
 
 
 def geometries(shapes: Sequence[str], own_memory: bool) -> tuple[Geometry, ...]:
     """What is timed: these named shapes, or what suits a device."""
     if shapes:
-        return tuple((name, {}, {}) for name in shapes)
+        return tuple(Geometry(name) for name in shapes)
     return LARGE if own_memory else SMALL
 
 
@@ -92,13 +78,13 @@ def assembled(
     config: EngineConfig, explicit: Iterable[str], geometry: Geometry, weights: str
 ) -> Assembly:
     """The assembly of a geometry, for which no checkpoint is needed."""
-    name, values, settings = geometry
+    name = geometry.shape
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / name
         named.mkdir()
-        raw = {**config_of(name, weights), **values}
+        raw = {**config_of(name, weights), **geometry.values}
         (named / "config.json").write_text(json.dumps(raw))
-        given = {"model": str(named), "load_format": "dummy", **settings}
+        given = {"model": str(named), "load_format": "dummy", **geometry.settings}
         return assemble(with_changes(config, given), {*explicit, *given})
 
 
@@ -109,37 +95,53 @@ class Tuning:
         self._seconds, self._rows, self._tell = seconds, tuple(rows), tell
         self._found: dict[str, tuple[str, str, list[Point]]] = {}
         self._first: Measurement | None = None
+        self._floors: tuple[float, float, float] | None = None
 
     def add(self, assembly: Assembly, only: Sequence[str] = ()) -> None:
         """All of its kernels, or those of `only` these ops."""
         for context in SHORT:
             measurement = Measurement(assembly, context, None, self._seconds, self._first)
             self._first = self._first or measurement
+            if context == SHORT[0] and (not only or "linear" in only):
+                self._compile(measurement)
             for group in groups(assembly, only):
                 attends = group.sites[0].phase == "decode" and OPS[group.op].by_sequence
                 if context == SHORT[0] or attends:
                     self._group(measurement, group)
+
+    def _compile(self, measurement: Measurement) -> None:
+        """What compilers make of these kernels, in processes beside each other."""
+        from ds_runtime.engine.device.precompile import Ahead
+        from ds_runtime.ops.binding.bound import BoundOps
+
+        start, assembly = time.perf_counter(), measurement.assembly
+        bound, memory = BoundOps(assembly.binding), assembly.device.memory
+        with Ahead(bound, measurement.device, max(self._rows), memory):
+            pass
+        self._tell(f"compiled in {time.perf_counter() - start:.1f} s")
 
     def _group(self, measurement: Measurement, group: Group) -> None:
         site = group.sites[0]
         if site.op in APART:
             return
         shares = measurement.assembly.binding.shares.get((site.op, site.layer, site.module))
-        kernels = (group.bound,) if shares is None else shares.kernels
+        start, made = time.perf_counter(), dict[str, int]()
+        alike = OPS[site.op].kind == "function" or shares is None
+        kernels = shares.kernels if shares is not None and alike else (group.bound,)
         for kernel in kernels:
-            start, count = time.perf_counter(), 0
             try:
-                for rows, method, subject in _subjects(
-                    measurement, group, kernel, [n for n in self._rows if _fits(group, n)]
-                ):
-                    if serving(shares, group.bound, method, rows) is kernel:
-                        self._point(measurement, group, kernel, method, rows, subject)
-                        count += 1
+                timed = measurement.timed(group, kernel, None if alike else shares)
+                for n, method, subject in _subjects(timed, group, self._rows):
+                    serves = serving(shares, group.bound, method, n)
+                    if not alike or serves is kernel:
+                        self._point(measurement, group, serves, method, n, subject)
+                        made[serves.name] = made.get(serves.name, 0) + 1
             except Exception as e:  # a kernel that fails has the points that it has
                 said = (str(e).splitlines() or [""])[0]
                 self._tell(f"{group.op} {group.what}: {kernel.name}: {type(e).__name__}: {said}")
-            took = time.perf_counter() - start
-            self._tell(f"{group.op} {group.what}: {kernel.name}: {count} points in {took:.1f} s")
+        points = ", ".join(f"{name} {count}" for name, count in made.items()) or "none"
+        took = time.perf_counter() - start
+        self._tell(f"{group.op} {group.what}: points {points}, in {took:.1f} s")
 
     def _point(
         self,
@@ -160,7 +162,8 @@ class Tuning:
         """What was found, with the device's rates and floors."""
         assert self._first is not None, "nothing was added"
         assembly, here = self._first.assembly, environment()
-        floor, launch, replay = floors(self._first)
+        self._floors = self._floors or floors(self._first)
+        floor, launch, replay = self._floors
         device = assembly.device
         return Costs(
             device.name,
@@ -187,13 +190,14 @@ def _fits(group: Group, rows: int) -> bool:
 
 
 def _subjects(
-    measurement: Measurement, group: Group, kernel: Kernel, rows: Sequence[int]
+    timed: Timed, group: Group, rows: Sequence[int]
 ) -> Iterator[tuple[int, str, Subject]]:
     """(rows, method, subject) of each method that the op's cost has, and of codes where the kernel
     takes them."""
-    timed = measurement.timed(group, kernel)
     methods = tuple(timed.cost.calls)
     for n in rows:
+        if not _fits(group, n):
+            continue
         for method, subject in zip(methods, timed.at(n), strict=True):
             yield n, method, subject
             coded = _coded(timed, n, subject) if group.op == "linear" else None
@@ -203,12 +207,16 @@ def _subjects(
 
 def _coded(timed: Timed, rows: int, plain: Subject) -> Subject | None:
     """The same of activations that come as codes; None where the kernel takes none."""
+    import torch
+
     kernel: Any = timed.kernel
     groups = kernel.quantizes(rows, timed.packed[0]) if hasattr(kernel, "quantizes") else None
     if groups is None:
         return None
-    x = plain.calls[0].args[0]  # type: ignore[attr-defined]
-    codes = load_attr(OPS["quantize_group"].reference)(x, *groups)
+    given = plain.calls[0].args  # type: ignore[attr-defined]
+    x = next(a for a in given if isinstance(a, torch.Tensor))
+    q, scale = load_attr(OPS["quantize_group"].reference)(x, *groups)
+    codes = q, scale.T.contiguous().T  # in columns, as fused kernels write them
 
     def call(packed: Any) -> Callable[[], Any]:
         return lambda: kernel.apply_quantized(*codes, packed)
@@ -222,7 +230,7 @@ def floors(measurement: Measurement) -> tuple[float, float, float]:
     import torch
 
     platform = measurement.platform
-    x = torch.ones(_SMALL, device=measurement.device)
+    x = torch.ones(_FEW, device=measurement.device)
 
     def call() -> Any:
         return x.add_(1.0)

@@ -1,0 +1,174 @@
+"""The calls that a step is taken to make are those that the model makes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.crossing import Crossing
+from ds_runtime.config import EngineConfig
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.predict.calls import Step, calls, crossed
+from ds_runtime_bench.shapes import config_of
+
+ASKED = ("pack", "state", "prepare", "quantizes", "gives_float32", "hold_beside", "serves")
+PROMPT = 24
+
+
+class Watched:
+    """A kernel whose calls are noted: (kernel, method, rows)."""
+
+    def __init__(self, kernel, made, noted):
+        self._kernel, self._made, self._noted = kernel, made, noted
+
+    def __call__(self, *args, **more):
+        self._noted.append((self._kernel, "", rows_of(args)))
+        return self._made(*args, **more)
+
+    def __getattr__(self, name):
+        found = getattr(self._made, name)
+        if name in ASKED or name.startswith("_") or not callable(found):
+            return found
+
+        def call(*args, **more):
+            self._noted.append((self._kernel, name, rows_of(args)))
+            return found(*args, **more)
+
+        return call
+
+
+def rows_of(args):
+    return next(a.shape[0] for a in args if hasattr(a, "shape"))
+
+
+def folder_of(path, shape, dtype, **changes):
+    path.mkdir(exist_ok=True)
+    config = config_of(shape, dtype) | {"num_nextn_predict_layers": 0} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Calls of kernels, as an engine that starts from now on makes them."""
+    found = []
+    load = BoundOps._load
+
+    def watched(self, kernel, key):
+        made = load(self, kernel, key)
+        seen = Watched(kernel, made, found)
+        for state, held in self.stateful.items():
+            if held is made:
+                self.stateful[state] = seen
+        return seen
+
+    monkeypatch.setattr(BoundOps, "_load", watched)
+    return found
+
+
+SETTINGS = {
+    "platform": "cpu",
+    "load_format": "dummy",
+    "threads": 1,
+    "kv_memory": 8_000_000,
+    "context_length": 256,
+    "disable_radix_cache": True,
+    "disable_graph": True,
+    "disable_prefill_graph": True,
+}
+
+
+def kinds(found):
+    """By method; the head's sums may come as they are, and codes go where kernels take them."""
+    plain = {"apply_float32": "apply", "apply_quantized": "apply"}
+    return Counter((k.op.name, plain.get(method, method)) for k, method, _ in found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("shape", ["tiny-v3", "tiny-v2-lite"])
+def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, dtype):
+    """All methods and how often, of a decode step and of one with prompts."""
+    model = folder_of(tmp_path / "model", shape, dtype)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+    prompts = [[1 + i] * PROMPT for i in range(2)]
+    with LLM(model, **SETTINGS) as llm:
+        noted.clear()
+        llm.generate(prompts, params)
+        made = list(noted)
+    steps, step = [], []
+    for call in made:
+        step.append(call)
+        if call[0].op.name == "sample":
+            steps.append(step)
+            step = []
+    settings = {**SETTINGS, "model": model}
+    assembly = assemble(EngineConfig(**settings), set(settings))
+    first, last = Step("prefill", 2 * PROMPT, 2, 0, 2), Step("decode", 2, 2, PROMPT)
+    for step, seen in ((first, steps[0]), (last, steps[-1])):
+        told = Counter()
+        for call in calls(assembly, step):
+            method = "apply" if call.method == "apply_quantized" else call.method
+            told[call.op, method] += call.count
+        assert told == kinds(seen), step.phase
+
+
+MESHES = (
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 4, "dp": 2, "enable_dp_attention": True},
+    {"tp": 2, "dp": 2, "enable_dp_attention": True},
+    {"tp": 2, "dp": 2, "enable_dp_attention": True, "ep": 2},
+    {"tp": 4, "dp": 2, "enable_dp_attention": True, "ep": 4},
+    {"tp": 4, "ep": 2},
+)
+RECEIVED = {  # shares of the whole that a rank of n receives
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "gather_rows": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("requests", [1, 8, 33])
+def test_collectives_are_as_many_and_as_large_as_the_wire_says(tmp_path, mesh, requests):
+    model = folder_of(tmp_path / "model", "tiny-v3", "bfloat16")
+    settings = {**SETTINGS, **mesh, "model": model}
+    assembly = assemble(EngineConfig(**settings), set(settings))
+    own = -(-requests // assembly.mesh.attn_dp)
+    rows = own * assembly.mesh.attn_dp
+    found = list(crossed(assembly, Step("decode", rows, rows)))
+    wire = Crossing.of(assembly).wire(assembly.model.layers, own)
+    assert sum(one.count for one in found) == wire.collectives
+    told = sum(one.count * one.nbytes * RECEIVED[one.kind](one.ranks) for one in found)
+    groups = assembly.mesh.attn_dp
+    tokens = 8 * rows * (groups - 1) / groups  # ids, which the wire leaves out
+    assert told == pytest.approx(wire.row * rows + tokens, rel=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], *MESHES[3:5]], ids=str)
+def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
+    """As many FLOPs in all ranks together as one has without them, where nothing is twice."""
+    folder = tmp_path / "model"
+    model = folder_of(folder, "tiny-v3", "bfloat16", n_shared_experts=0, num_hidden_layers=2)
+    step = Step("decode", 16, 16, 64)
+
+    def flops(**more):
+        settings = {**SETTINGS, **more, "model": model}
+        assembly = assemble(EngineConfig(**settings), set(settings))
+        found = Counter()
+        for call in calls(assembly, step):
+            if call.op in ("experts", "mla_decode") or (
+                call.op == "linear" and call.method.startswith("apply")
+            ):
+                found[call.op] += call.count * call.work(call.rows).flops
+        return assembly.mesh, found
+
+    (_, alone), (ranks, each) = flops(), flops(**mesh)
+    assert ranks.tp * each["experts"] == pytest.approx(alone["experts"])
+    assert ranks.tp * each["mla_decode"] == pytest.approx(alone["mla_decode"])
+    assert each["linear"] <= alone["linear"] <= ranks.tp * each["linear"] * (1 + 1e-9)

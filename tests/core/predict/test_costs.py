@@ -1,0 +1,324 @@
+"""Costs: what follows from measured points, and files of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.declare import OpWork
+from ds_runtime.platform.contract import Ceilings
+from ds_runtime.predict import step as steps
+from ds_runtime.predict.calls import Step, calls, crossed
+from ds_runtime.predict.costs import KINDS, Costs, KernelCost, Point
+from ds_runtime_bench.ops import tune
+from ds_runtime_bench.shapes import config_of
+from ds_runtime_cpu.platform import CpuPlatform
+
+BANDWIDTH, RATE, FLOOR = 1e9, 1e12, 1e-6
+
+
+def costs(points=(), collectives=None, **more):
+    kernels = {"a.b:apply": KernelCost("linear", "bfloat16", tuple(points))} if points else {}
+    base = {
+        "device": "AMD EPYC",
+        "arch": "x",
+        "date": "2026-01-02T03:04:05Z",
+        "versions": {"torch": "2"},
+        "bandwidth": BANDWIDTH,
+        "compute": {"bfloat16": RATE},
+        "floor": FLOOR,
+        "launch": 2e-6,
+        "replay": 3e-6,
+    }
+    return Costs(**{**base, **more}, kernels=kernels, collectives=collectives or {})
+
+
+def read(nbytes):
+    """Work that only reads, whatever the rows."""
+    return lambda rows: OpWork(reads=nbytes)
+
+
+def test_the_roof_is_what_takes_longer():
+    made = costs()
+    assert made.roof(OpWork(reads=1e9), "bfloat16") == 1.0
+    assert made.roof(OpWork(reads=1e9, flops=3e12), "bfloat16") == 3.0
+    assert made.roof(OpWork(flops=1e12), "int8") == 1.0  # not measured: as the slowest
+
+
+def test_points_are_met_and_lie_on_lines_between():
+    made = costs([Point(8, 1e6, 0, 2e-3), Point(8, 3e6, 0, 5e-3), Point(32, 1e6, 0, 8e-3)])
+    at = made.seconds
+    assert at("a.b:apply", 8, read(1e6)) == 2e-3
+    assert at("a.b:apply", 8, read(3e6)) == 5e-3
+    assert at("a.b:apply", 8, read(2e6)) == pytest.approx(3.5e-3)
+    assert at("a.b:apply", 16, read(1e6)) == pytest.approx(4e-3)  # the power between 2 and 8
+    # beyond the points: the floor stays, the rest grows with the roof
+    assert at("a.b:apply", 8, read(6e6)) == pytest.approx(FLOOR + (5e-3 - FLOOR) * 2)
+    assert at("a.b:apply", 8, read(5e5)) == pytest.approx(FLOOR + (2e-3 - FLOOR) / 2)
+    more = at("a.b:apply", 64, lambda rows: OpWork(reads=rows * 1e6 / 32))
+    assert more == pytest.approx(FLOOR + (8e-3 - FLOOR) * 2)
+    with pytest.raises(KeyError):
+        at("a.c:apply", 8, read(1))
+
+
+sizes = st.floats(1, 1e12)
+times = st.floats(1e-8, 1e3)
+point = st.builds(Point, st.integers(1, 9000), sizes, sizes, times)
+
+
+@given(st.lists(point, min_size=1, max_size=12), st.integers(1, 20000), sizes, sizes)
+def test_any_points_give_a_time_between_or_beyond_them(points, rows, nbytes, flops):
+    made = costs(points)
+    got = made.seconds("a.b:apply", rows, lambda n: OpWork(reads=nbytes, flops=flops))
+    assert 0 < got < math.inf
+    for one in points:
+        same = [p for p in points if p.rows == one.rows]
+        if len(same) == 1:
+            work = OpWork(reads=one.nbytes, flops=one.flops)
+            assert made.seconds("a.b:apply", one.rows, lambda n, w=work: w) == one.seconds
+
+
+@given(st.lists(point, min_size=1, max_size=9))
+def test_a_file_says_what_was_measured(points):
+    curves = {"all_reduce": {2: ((4096, 1e-5), (8192, 2e-5))}}
+    made = costs(points, curves)
+    text = json.dumps(_raw(made))
+    back = Costs.parse(text)
+    assert back.collectives == curves and back.compute == made.compute
+    for old, new in zip(points, back.kernels["a.b:apply"].points, strict=True):
+        assert (new.rows, new.nbytes, new.flops) == (old.rows, old.nbytes, old.flops)
+        assert new.seconds == pytest.approx(old.seconds, rel=1e-3)
+
+
+def _raw(made):
+    from ds_runtime.predict.costs import _packed
+
+    return _packed(made)
+
+
+def test_collectives_of_other_ranks_receive_as_much():
+    made = costs(collectives={"all_reduce": {2: ((1 << 12, 1e-5), (1 << 20, 2e-5))}})
+    assert made.collective("all_reduce", 2, 1 << 20) == 2e-5
+    assert made.collective("all_reduce", 2, 1 << 11) == pytest.approx(1e-5)  # latency is all
+    middle = made.collective("all_reduce", 2, ((1 << 12) + (1 << 20)) / 2)
+    assert middle == pytest.approx(1.5e-5)
+    # 8 ranks receive 7/8 of the whole, as 2 do of 1.75 times as much
+    assert made.collective("all_reduce", 8, 2**20 / 1.75) == pytest.approx(2e-5)
+    both = made.with_collectives({"all_reduce": {4: ((1 << 12, 5e-5),)}})
+    assert set(both.collectives["all_reduce"]) == {2, 4}
+    with pytest.raises(KeyError):
+        made.collective("all_gather", 2, 1)
+
+
+BROKEN = {
+    "no json": lambda raw: "{",
+    "another format": lambda raw: raw | {"format": 99},
+    "a list": lambda raw: [raw],
+    "no kernels": lambda raw: {k: v for k, v in raw.items() if k != "kernels"},
+    "a rate of 0": lambda raw: raw | {"bandwidth": 0},
+    "a rate of nan": lambda raw: raw | {"floor": math.nan},
+    "an unknown field": lambda raw: raw | {"extra": 1},
+    "no points": lambda raw: raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": []}}},
+    "a point of nothing": lambda raw: (
+        raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[0, 1, 1, 1]]}}}
+    ),
+    "a point too short": lambda raw: (
+        raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[1, 1]]}}}
+    ),
+    "an unknown collective": lambda raw: raw | {"collectives": {"shout": {"2": [[1, 1.0]]}}},
+    "one rank": lambda raw: raw | {"collectives": {"all_reduce": {"1": [[1, 1.0]]}}},
+    "falling sizes": lambda raw: raw | {"collectives": {"all_reduce": {"2": [[2, 1.0], [1, 1.0]]}}},
+    "no sizes": lambda raw: raw | {"collectives": {"all_reduce": {"2": []}}},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, broken):
+    made = BROKEN[broken](_raw(costs([Point(1, 1, 1, 1)])))
+    path = tmp_path / "costs.json"
+    path.write_text(made if isinstance(made, str) else json.dumps(made))
+    with pytest.raises(ConfigError, match=r"costs\.json: .*tune costs"):
+        Costs.read(path)
+
+
+def test_no_file_and_no_room_are_said(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Costs.read(tmp_path / "none.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        costs([Point(1, 1, 1, 1)]).write(tmp_path / "file" / "costs.json")
+
+
+SETTINGS = {"platform": "cpu", "load_format": "dummy", "threads": 1, "kv_memory": 8_000_000}
+
+
+def decided(folder, **more):
+    settings = {**SETTINGS, "model": str(folder), **more}
+    return assemble(EngineConfig(**settings), set(settings))
+
+
+def written(tmp_path, **changes):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = config_of("tiny-v3", "bfloat16") | {"num_nextn_predict_layers": 0} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def priced(assembly, step, each):
+    """Costs in which a call of every kernel takes `each` seconds, and a collective twice that."""
+    found = {}
+    for call in calls(assembly, step):
+        found.setdefault(call.name, set()).add(_point(call, each))
+    points = {name: KernelCost("", "bfloat16", tuple(of)) for name, of in found.items()}
+    curves = {kind: {2: ((1, 2 * each), (1 << 40, 2 * each))} for kind in KINDS}
+    made = costs(collectives=curves, device=assembly.device.name)
+    return Costs(**{**_fields(made), "kernels": points})
+
+
+def _point(call, seconds):
+    work = call.work(call.rows)
+    return Point(call.rows, work.nbytes, work.flops, seconds)
+
+
+def _fields(made):
+    return {name: getattr(made, name) for name in made.__slots__}
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"tp": 2}, {"tp": 2, "ep": 2, "enable_dp_attention": True, "dp": 2}]
+)
+def test_a_step_is_the_sum_of_its_calls(tmp_path, mesh):
+    assembly = decided(written(tmp_path), disable_graph=True, **mesh)
+    step = Step("decode", 8, 8, 32)
+    made = priced(assembly, step, 1.0)
+    found = steps.predict(assembly, made, step)
+    count = sum(call.count for call in calls(assembly, step))
+    moves = sum(one.count for one in crossed(assembly, step))
+    assert found.seconds == pytest.approx(count + 2 * moves)
+    assert found.by.get(steps.COLLECTIVES, 0) == pytest.approx(2 * moves)
+    assert not found.unmeasured
+    assert (found.nbytes > 0) == bool(mesh)
+
+
+def test_what_was_not_measured_is_named_and_takes_its_roof(tmp_path):
+    assembly = decided(written(tmp_path), disable_graph=True, tp=2)
+    step = Step("decode", 8, 8, 32)
+    found = steps.predict(assembly, costs(), step)
+    names = {call.kernel.name for call in calls(assembly, step)}
+    assert found.unmeasured == names | {
+        f"{one.kind} between ranks" for one in crossed(assembly, step)
+    }
+    assert found.seconds >= FLOOR * sum(call.count for call in calls(assembly, step))
+
+
+def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
+    folder = written(tmp_path)
+    path = tmp_path / "costs.json"
+    plan = ["plan", "--model", str(folder), "--platform", "cpu", "--costs", str(path)]
+    costs([Point(1, 1, 1, 1)], device="another").write(path)
+    assert main(plan) == 1
+    assert "holds costs of another" in capsys.readouterr().err
+    costs([Point(1, 1, 1, 1)], device=decided(folder).device.name).write(path)
+    assert main([*plan, "--cached-tokens", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "decode step by requests of 64 cached tokens each: 1: " in out
+    assert "prefill of 512 tokens" in out and "not measured" in out
+    assert main([*plan, "--json"]) == 0
+    assert any("decode step" in line for line in json.loads(capsys.readouterr().out)["memory"])
+    assert main([*plan, "--cached-tokens", "0"]) == 1
+    assert "--cached-tokens 0" in capsys.readouterr().err
+
+
+def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsys):
+    model = Path(__file__).parents[1] / "model/fixtures/deepseek-v3.json"
+    (tmp_path / "config.json").write_text(model.read_text())
+    curves = {kind: {2: ((4096, 1e-5), (1 << 26, 4e-4))} for kind in KINDS}
+    made = costs([Point(1, 1, 1, 1e-6)], curves, device="NVIDIA H200")
+    path = tmp_path / "costs.json"
+    Costs(**{**_fields(made), "bandwidth": 4e12, "compute": {"float8_e4m3fn": 1e15}}).write(path)
+    plan = ["plan", "--model", str(tmp_path), "--device", "h200", "--costs", str(path)]
+    assert main([*plan, "--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"]) == 0
+    out = capsys.readouterr().out
+    assert "of each rank: weights" in out and "that each rank receives" in out
+    steps_said = re.search(r"decode step by requests .*?: (.*)", out)[1]
+    found = {int(n): float(ms) for n, ms in re.findall(r"(\d+): ([\d.]+) ms", steps_said)}
+    assert list(found) == list(steps.BATCHES)
+    assert list(found.values()) == sorted(found.values())
+    assert "collectives were measured of 2 ranks" in out
+    # every expert of a rank once, for 512 requests, is the least that a step reads
+    assert found[512] > 58 * 32 * 3 * 7168 * 2048 / 4e12 * 1e3
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["costs", "--seconds", "0"], "--seconds 0"),
+        (["costs", "--rows", "0"], "--rows 0"),
+        (["costs", "--op", "nothing"], "nothing"),
+        (["comm", "--ranks", "1"], "--ranks 1"),
+        (["comm", "--out", "/nowhere/costs.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_of_tune_is_named(capsys, flags, said):
+    assert main(["tune", *flags, "--platform", "cpu"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
+    """Costs of ops at other sizes, and a step that was not among them: within a wide bound. Times
+    are those of the processor, as others use the machine, too."""
+    given = Ceilings(2e10, {"bfloat16": 2e11, "float32": 1e11}, 1 << 25, "given")
+    monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: given)
+    values = {"n_routed_experts": 8, "num_experts_per_tok": 4, "vocab_size": 16384}
+    values |= {"intermediate_size": 4096}
+    tuning = tune.Tuning(1e-2, (1, 4, 16), lambda said: None)
+    config = EngineConfig(platform="cpu", threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", time.process_time)
+        for change in (
+            {"moe_intermediate_size": 704},
+            {"n_routed_experts": 16, "vocab_size": 4096},
+        ):
+            geometry = tune.Geometry("lite-2", values | change)
+            tuning.add(tune.assembled(config, {"platform", "threads"}, geometry, "bfloat16"))
+        path = tmp_path / "costs.json"
+        tuning.costs().write(path)
+    made = Costs.read(path)
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = config_of("lite-8", "bfloat16") | values | {"num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"disable_radix_cache": True, "context_length": 256, "kv_memory": 32 << 20}
+    settings = {**SETTINGS, **settings}
+    assembly = decided(folder, **settings)
+    with LLM(str(folder), **settings) as llm:
+        for requests in (1, 8):
+            prompts = [[1 + i] * 16 for i in range(requests)]
+            took = []
+            for _ in range(3):
+                times = []
+                for tokens in (4, 20):
+                    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+                    start = time.process_time()
+                    llm.generate(prompts, params)
+                    times.append(time.process_time() - start)
+                took.append((times[1] - times[0]) / 16)
+            predicted = steps.predict(assembly, made, steps.decode(requests, 28))
+            assert not predicted.unmeasured
+            measured = sorted(took)[1]
+            print(f"{requests}: {predicted.seconds * 1e3:.2f} ms, measured {measured * 1e3:.2f} ms")
+            assert measured / 3 < predicted.seconds < 3 * measured
