@@ -145,9 +145,9 @@ def _run(
     dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
     if tokens > _MOST:
         cut = [slice(begin, begin + _MOST) for begin in range(0, tokens, _MOST)]
-        parts = [(x[own], weights[own], ids[own]) for own in cut]
+        each = [(x[own], weights[own], ids[own]) for own in cut]
         sizes = [None if scale is None else scale[own] for own in cut]
-        return torch.cat([_run(*p, packed, s) for p, s in zip(parts, sizes, strict=True)])
+        return torch.cat([_run(*p, packed, s) for p, s in zip(each, sizes, strict=True)])
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
     pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
     if not pairs:
