@@ -28,13 +28,14 @@ from triton_problems import OneConfig, facts
 from triton_tune import NoDevice, measure
 
 from ds_runtime.ops.weight import Packed
-from ds_runtime_triton import coded_experts, experts
+from ds_runtime_triton import coded_experts, expert_launches, experts
 from ds_runtime_triton.blocks import Blocks
 from ds_runtime_triton.coded import E2M1, E4M3, INT4, Coded, Form, wide_values
 from ds_runtime_triton.config import Sizes, tuned
 from ds_runtime_triton.launch import counters
 from ds_runtime_triton.linear import LinearFp8
 from ds_runtime_triton.quant import quantise_by_group
+from ds_runtime_triton.stack import Stack
 from ds_runtime_triton.weight_only import LinearWeightOnly
 
 E, I, H, TOP_K = 256, 2048, 7168, 8  # noqa: E741
@@ -223,10 +224,10 @@ def fp8_microseconds() -> Iterator[tuple[str, int, float]]:
     def scales(*shape: int) -> Tensor:
         return torch.rand(shape, device="cuda") * 1e-4
 
-    up = experts.Stack(codes(E, 2, I, H), scales(E, 2, I // 128, H // 128), 128, 128)
-    down = experts.Stack(codes(E, H, I), scales(E, H // 128, I // 128), 128, 128)
+    up = Stack(codes(E, 2, I, H), scales(E, 2, I // 128, H // 128), 128, 128)
+    down = Stack(codes(E, H, I), scales(E, H // 128, I // 128), 128, 128)
     sizes = tuned("sm90", "experts_fp8", f"E={E},N={I},K={H}")
-    layer = experts.Layer(up, down, sizes, counters(up.values))
+    layer = expert_launches.Layer(up, down, sizes, counters(up.values))
     kernel = experts.ExpertsFp8(facts())
     packed = Packed(kernel.tag, (E, H, I), {"layer": layer}, 0)
     for tokens in (1, 32, 512):

@@ -130,8 +130,10 @@ _held: dict[tuple[Any, ...], Any] = {}  # experts of the last shape: they are la
 
 def experts(fp8: bool, count: int, inter: int, hidden: int, top_k: int, m: int) -> Any:
     def make(device: str) -> list[Call]:
-        from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8, Layer, Stack
+        from ds_runtime_triton.expert_launches import Layer
+        from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8
         from ds_runtime_triton.launch import counters
+        from ds_runtime_triton.stack import Stack
 
         key, at = (fp8, count, inter, hidden, device), OneConfig()
         if key not in _held:

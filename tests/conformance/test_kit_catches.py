@@ -18,6 +18,7 @@ from ds_runtime.ops.reference import norm, sampling
 from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.attention.cache import cache_write as reference_write
 from ds_runtime.ops.reference.matrices import linear, moe
+from ds_runtime.ops.reference.matrices.coded_experts import Fp8W8A8Experts
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight
 from ds_runtime_kit.checks.conformance import CaseResult, facts_for
@@ -167,6 +168,47 @@ class SaysHalfOfWhatItHolds(linear.ReferenceLinear):
         return replace(packed, nbytes=packed.nbytes // 2)
 
 
+# Codes.
+
+
+class ScalesByTheLargestRow(Fp8W8A8Experts):
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> Any:
+        made = super().quantize(rows, x, packed)
+        if made is None:
+            return None
+        q, scale = made
+        largest = scale.amax(0, keepdim=True).expand_as(scale) if len(scale) else scale
+        wide = (q.float() * scale.repeat_interleave(128, 1)) / largest.repeat_interleave(128, 1)
+        return wide.to(q.dtype), largest
+
+
+class ReadsCodesAsIfTheyTouched(Fp8W8A8Experts):
+    def apply_quantized(self, q: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+        q = torch.as_strided(q, q.shape, (q.shape[1], 1))
+        return super().apply_quantized(q, scale, *rest)
+
+
+class CodesInBytes(Fp8W8A8Experts):
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> Any:
+        made = super().quantize(rows, x, packed)
+        return None if made is None else (made[0].view(torch.uint8), made[1])
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        codes = Fp8W8A8Experts.quantize(self, x.shape[0], x, packed)
+        return self._summed(x, codes, weights, ids, packed)
+
+
+class MakesNoCodes(Fp8W8A8Experts):
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> Any:
+        return None
+
+
+class KeepsItsCodes(moe.ReferenceExperts):
+    pass
+
+
+TAKES = {"takes_codes": True, "formats": frozenset({"fp8_block"}), "numerics": "fp8_w8a8"}
+
 # Honesty.
 
 
@@ -223,6 +265,11 @@ WRONG: list[tuple[str, str, Any, dict[str, Any], str]] = [
     ("rows", "mla_decode", DecodesOtherwiseInCompany, {"batch_invariant": True}, "alone differ"),
     ("rows", "cache_write", reference_write, {"batch_invariant": True}, "knows no rows of cache_w"),
     ("rows", "sample", draws_for_the_batch, {}, "alone differ"),
+    ("codes", "experts", ScalesByTheLargestRow, TAKES, "codes of row 0 alone differ"),
+    ("codes", "experts", ReadsCodesAsIfTheyTouched, TAKES, "other bits than those of apply"),
+    ("codes", "experts", CodesInBytes, TAKES, "not float8_e4m3fn"),
+    ("codes", "experts", MakesNoCodes, TAKES, "makes none of any sample's rows"),
+    ("codes", "experts", KeepsItsCodes, TAKES, "has no attribute"),
     ("capture", "rms_norm", grows_with_every_replay, {}, "bytes that stay"),
     (
         "memory",

@@ -16,11 +16,23 @@ import torch
 from ds_runtime.api import Dims, Facts, Packed, Segments
 from ds_runtime.engine.device.first_steps import representatives
 from ds_runtime.ops.contract import load_attr
-from ds_runtime_triton import absorb, experts, index, linear, mha, mla, quant, router, sparse
+from ds_runtime_triton import (
+    absorb,
+    expert_launches,
+    experts,
+    index,
+    linear,
+    mha,
+    mla,
+    quant,
+    router,
+    sparse,
+)
 from ds_runtime_triton.blocks import Blocks
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.kernels import ALL
 from ds_runtime_triton.launch import counters
+from ds_runtime_triton.stack import Stack
 
 MOST, PAGE, BF16, FP8 = 8192, 64, torch.bfloat16, torch.float8_e4m3fn
 DEVICE = launches.Described().info()
@@ -75,7 +87,7 @@ def layer(facts: Facts, scaled: bool):
     tag, dtype, group = ("experts_fp8", FP8, 128) if scaled else ("experts_dense", BF16, 0)
     shapes = (count, 2, inter, hidden), (count, hidden, inter)
     stacks = [
-        experts.Stack(
+        Stack(
             torch.empty(shape, dtype=dtype),
             torch.empty(*shape[:-2], shape[-2] // 128, shape[-1] // 128),
             group or 1,
@@ -84,13 +96,22 @@ def layer(facts: Facts, scaled: bool):
         for shape in shapes
     ]
     sizes = tuned(folder("sm90", "bfloat16"), tag, f"E={count},N={inter},K={hidden}")
-    held = {"layer": experts.Layer(*stacks, sizes, counters(stacks[0].scale))}
+    held = {"layer": expert_launches.Layer(*stacks, sizes, counters(stacks[0].scale))}
     kernel = (experts.ExpertsFp8 if scaled else experts.ExpertsDense)(facts)
     packed = Packed(kernel.tag, (count, hidden, inter), held, 0)
     width = experts.pairs_of(facts, 1)
     x, weights = torch.empty(MOST, hidden, dtype=BF16), torch.empty(MOST, width)
     ids = torch.empty(MOST, width, dtype=torch.int32)
-    return lambda rows: kernel.apply(x[:rows], weights[:rows], ids[:rows], packed)
+    wide = torch.empty(MOST, hidden + 128, dtype=torch.uint8).view(FP8)
+
+    def call(rows):
+        kernel.apply(x[:rows], weights[:rows], ids[:rows], packed)
+        own = x[: -(-rows // 2)]  # of one of two ranks, which quantise for a call of all rows
+        if scaled and (codes := kernel.quantize(rows, own, packed)) is not None:
+            scale = torch.empty(rows, codes[1].shape[1] + 16)[:, :-16]
+            kernel.apply_quantized(wide[:rows, :hidden], scale, weights[:rows], ids[:rows], packed)
+
+    return call
 
 
 def absorbed(facts: Facts):

@@ -24,6 +24,7 @@ from ds_runtime_kit.checks.conformance import (
     check_kernel,
     facts_for,
 )
+from ds_runtime_kit.kit import Subject, check_codes
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
 PLUGINS = load_plugins(["cuda"])
@@ -71,6 +72,13 @@ def test_an_adapter_conforms(kernel):
             results = check_kernel(kernel, facts, load_plugins(()).offers(facts))
             assert [r for r in results if not r.ok] == [], kernel.fn
     assert ran >= 2, "no sample was accepted"
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.takes_codes], ids=lambda k: k.fn)
+def test_codes_in_place_of_rows_give_the_same_bits(kernel):
+    facts = facts_for(device(arch_of(kernel)), "bfloat16")
+    found = check_codes(Subject(kernel, facts, load_plugins(()).offers(facts), "small"))
+    assert found and [r for r in found if not r.ok] == []
 
 
 def test_every_offer_is_told_apart():

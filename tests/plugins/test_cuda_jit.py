@@ -77,6 +77,15 @@ for tokens, experts, top_k, align in (
     jit.quantise_to(x, rows.of, q, scale)
     spread = x.float().cpu().repeat_interleave(top_k, 0)[~absent]
     near((q.cpu()[flat], scale.cpu()[flat]), (None, quant.quantise(spread)[1]), spread)
+    crossed = torch.zeros(tokens, 384, dtype=torch.uint8)
+    crossed[:, 64:320] = torch.randint(256, (tokens, 256))
+    sizes = torch.rand(tokens, 34)[:, 16:18]
+    bytes_at, sizes_at = torch.zeros_like(q).view(torch.uint8), scale.clone()
+    given = crossed.to(device)[:, 64:320], sizes.to(device)
+    jit.codes_to(*given, rows.of, bytes_at, sizes_at)
+    spread = crossed[:, 64:320].repeat_interleave(top_k, 0)[~absent]
+    assert torch.equal(bytes_at.cpu()[flat], spread)
+    assert torch.equal(sizes_at.cpu()[flat], sizes.repeat_interleave(top_k, 0)[~absent])
     h = torch.randn(count, 512).bfloat16().to(device)
     jit.silu_quantise(h, rows.owner, q, scale)
     gate, up = h.cpu().float().chunk(2, -1)

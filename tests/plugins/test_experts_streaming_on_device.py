@@ -162,3 +162,27 @@ def test_other_tokens_do_not_matter(powers):
     assert torch.equal(clean[others], spoiled[others]) and spoiled[17].isnan().all()
     gathered = kernel.apply(x.t().contiguous().t(), chosen, ids, packed)
     assert torch.equal(gathered[others], clean[others])
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("form", ["fp8", "7 bits", "many tokens"])
+def test_codes_give_the_bits_of_rows(form, powers):
+    """As columns of wider tensors, where they arrive from other ranks; of half the pairs another
+    rank has the expert."""
+    torch.manual_seed(4)
+    experts, inter, hidden, top_k = 40, 384, 1024, 5
+    packed = weights(True, experts, inter, hidden, powers)
+    kernel = {**KERNELS, "many tokens": grouped_fp8.ExpertsGrouped}[form](FACTS)
+    packed = kernel.hold_beside(packed) if form == "7 bits" else packed
+    for tokens in (17, 40, 256, 1500):
+        x, chosen, ids = inputs(tokens, experts, top_k, hidden, True)
+        q, scale = kernel.quantize(tokens, x, packed)
+        outer = torch.full((tokens, hidden + 128), 255, dtype=torch.uint8, device="cuda")
+        outer[:, 64:-64] = q.view(torch.uint8)
+        sizes = torch.full((tokens, scale.shape[1] + 32), float("nan"), device="cuda")
+        sizes[:, 16:-16] = scale
+        crossed = outer[:, 64:-64].view(q.dtype), sizes[:, 16:-16]
+        got = kernel.apply_quantized(*crossed, chosen, ids, packed)
+        assert torch.equal(got, kernel.apply(x, chosen, ids, packed))
+        want = expected(x, chosen, ids, packed)
+        assert (got - want).norm().item() <= FORMATS[True][1] * want.norm().item()

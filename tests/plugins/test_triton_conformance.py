@@ -10,6 +10,7 @@ from interpreter import DEVICE, faithful, needs_triton
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
+from ds_runtime_kit.checks.codes import Coded
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,
@@ -64,6 +65,7 @@ def some(ops, dtype, dims=SMALL_DIMS, page=4, kv="", marks=()):
 
 
 SLOW = [pytest.mark.slow]
+BF16 = facts_for(DEVICE, "bfloat16")
 CASES = [
     *some(EVERY, "bfloat16"),
     *some(FLOAT32, "float32"),
@@ -100,3 +102,26 @@ def test_the_whole_vocabulary_is_offered():
     elsewhere |= {"window_prefill", "window_decode", "grouped_linear", "route_softplus"}
     elsewhere |= {"silu_mul_limited", "experts_limited", "index_encode"}
     assert {kernel.op.name for kernel in ALL} == set(OPS) - elsewhere
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        pytest.param(kernel, case, id=case_id(case))
+        for kernel, case in cases_for((k for k in ALL if k.takes_codes), BF16)
+    ],
+)
+def test_codes_in_place_of_rows_give_the_same_bits(kernel, case):
+    """Of weights that stay in blocks; others have no codes."""
+    around = []
+
+    def coded(target):
+        around.append(Coded(target))
+        return around[-1]
+
+    once = replace(kernel, deterministic=False)
+    with faithful():
+        result = check_case(once, case, around=coded)
+    result.raise_if_failed()
+    whole = case.label in ("fp8", "fp8 blocks", "fp8_block of other ranks")
+    assert around[0].said == "" and (around[0].made or not whole)

@@ -71,6 +71,10 @@ def test_decode_of_many_heads(at, tree, heads):
     assert relative_error(got, want) < 6e-3
 
 
+def whole(values: torch.Tensor) -> torch.Tensor:
+    return values.clone(memory_format=torch.contiguous_format)
+
+
 @pytest.mark.parametrize("experts", [256, 257])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 14, 40, 270, 520, 900])
 def test_narrow_experts(experts, tokens):
@@ -92,6 +96,12 @@ def test_narrow_experts(experts, tokens):
     ids[:, 3] = experts - 1
     weights = torch.rand(tokens, 8, device="cuda")
     got = kernel.apply(x, weights, ids.int(), held)
+    codes = kernel.quantize(tokens, x, held)
+    assert codes is not None or tokens <= 18
+    if codes is not None:  # as columns of wider tensors, where they arrive from other ranks
+        q, scale = (torch.cat((t.view(torch.uint8),) * 2, 1) for t in map(whole, codes))
+        crossed = q.view(torch.float8_e4m3fn)[:, :7168], scale.view(torch.float32)[:, :56]
+        assert torch.equal(kernel.apply_quantized(*crossed, weights, ids.int(), held), got)
     summed = torch.zeros(tokens, 3, device="cuda", dtype=torch.float64)
     summed.scatter_add_(1, ids % 3, weights.double())
     each = torch.arange(3, device="cuda", dtype=torch.int32).expand(tokens, 3)

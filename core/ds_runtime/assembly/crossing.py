@@ -16,7 +16,7 @@ from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
-from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.mesh import LINE, MANY, Mesh
 
 _GROUP = 128  # values that have a scale
 
@@ -47,9 +47,9 @@ class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
     ranks in their order (`parallel/in_order.py`); at_once: few values by one kernel, in float32.
-    choices: bytes of a row's weights and ids of
-    experts; routed: layers in which these cross, too, as experts are divided by number; coded:
-    bytes that a row's hidden state is less there, as FP8 codes with their scales.
+    routed: layers whose experts are divided by number, where weights and ids of experts cross with
+    each row; choices: bytes of these, and of what fills up the row; coded: bytes that a row's hidden
+    state is less there, as FP8 codes with their scales.
     """
 
     mesh: Mesh
@@ -74,6 +74,7 @@ class Crossing:
             if takes_codes(assembly):
                 coded = width - width // item - 4 * (width // item // _GROUP)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
+        choices += -(width - coded + choices) % LINE
         at_once = in_order and assembly.adds_at_once
         return Crossing(mesh, width, vocab * item, item, in_order, at_once, choices, routed, coded)
 
@@ -91,7 +92,7 @@ class Crossing:
         row += self.routed * (groups - 1) / groups * (self.choices - self.coded)
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
         sums, moves = each * (heads > 1), int(groups > 1)
-        count = layers * (sums + moves + (moves + sums)) + self.routed
+        count = layers * (sums + moves + (moves + sums))
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
@@ -111,7 +112,7 @@ class Crossing:
         if self.mesh.tp == 1:
             return 0
         every = self.mesh.attn_dp * rows if self.mesh.attn_dp > 1 else 0
-        plain = (every + 2 * rows) * self.width
+        plain = (every + 2 * rows) * self.width + (every + rows) * self.choices * (self.routed > 0)
         return max(plain, *self._in_order(rows, every)) if self.in_order else plain
 
     def _in_order(self, rows: int, every: int) -> Iterator[int]:

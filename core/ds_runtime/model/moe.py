@@ -124,18 +124,16 @@ class MoeMlp:
         shared = None if self.shared is None else branch(partial(self.shared, x, batch.adapters))
         weights, ids = self._chosen(x, batch.input_ids)
         self._count(ids, batch)
-        words, own, codes = [weights, ids], x, None
+        parts, codes = [x, weights, ids], None
         if self.coded:
             assert isinstance(self.experts, ExpertsLayer)
             codes = self.experts.quantized(exchange.entered(x.shape[0], order), x)
         if codes is not None:
-            words.append(codes.scale)
-            own = codes.q.view(torch.uint8)  # backends of groups know no FP8
-        weights, ids, *scale = exchange.enter_words(words, order)
-        every = exchange.enter(own, order)
+            parts = [codes.q.view(torch.uint8), weights, ids, codes.scale]
+        every, weights, ids, *scale = exchange.enter_together(parts, order)
         ids, k = slots[ids], self.routing.top_k
         if self.routing.shared:  # where the first choice of a token is, and nowhere else
             ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)
         rows = every if codes is None else Codes(every.view(codes.q.dtype), *scale)
-        out = self.experts(rows, weights, ids, exchange.adapters(batch))  # type: ignore[arg-type]
+        out = self.experts(rows, weights.contiguous(), ids, exchange.adapters(batch))  # type: ignore[arg-type]
         return exchange.leave(out, order, x.shape[0], None if shared is None else shared())

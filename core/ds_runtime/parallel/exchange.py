@@ -20,10 +20,10 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.parallel import together
 from ds_runtime.parallel.row_order import (
     Arrays,
     StepShare,
@@ -100,8 +100,9 @@ class RowExchange(ABC):
         """This group's rows [T, …] → those of all groups [all, …], without any that fill up."""
         return x
 
-    def enter_words(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
-        """Several values of each row at once, as `enter` takes it: [T, n] each, of 4 bytes."""
+    def enter_together(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
+        """Several tensors [T, n] at once, each as `enter` takes it, of any dtypes. The rows of
+        what is returned may be strided; those of the first begin at whole 16 bytes."""
         return parts
 
     def entered(self, count: int, order: Order) -> int:
@@ -236,10 +237,8 @@ class GatherScatter(RowExchange):
         rows = self._across.gather_rows(_filled(x, order.rows))
         return rows if order.real is None else rows[order.real]
 
-    def enter_words(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
-        words = [part.contiguous().view(torch.int32) for part in parts]
-        every = torch.split(self.enter(torch.cat(words, 1), order), [p.shape[1] for p in parts], 1)
-        return [w.contiguous().view(p.dtype) for w, p in zip(every, parts, strict=True)]
+    def enter_together(self, parts: Sequence[Tensor], order: Order) -> Sequence[Tensor]:
+        return together.apart(self.enter(together.joined(parts), order), parts)
 
     def entered(self, count: int, order: Order) -> int:
         assert order is not None

@@ -23,6 +23,9 @@ AXES: tuple[AxisName, ...] = get_args(AxisName)
 MANY = 1 << 18
 """Values of a sum in the order of the ranks from which on each rank adds a share."""
 
+LINE = 64
+"""Bytes of which rows that are sent with others beside them are a multiple."""
+
 Group: TypeAlias = tuple[int, ...]
 
 

@@ -18,6 +18,7 @@ from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins.manager import Plugins
 from ds_runtime_kit.checks import rows
 from ds_runtime_kit.checks.captures import check_captures
+from ds_runtime_kit.checks.codes import Coded
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,
@@ -145,6 +146,28 @@ def check_memory(subject: Subject) -> list[CaseResult]:
     return found
 
 
+def check_codes(subject: Subject) -> list[CaseResult]:
+    """Codes in place of rows give the same bits, where the kernel declares that it takes them."""
+    kernel, found, made = subject.kernel, [], False
+    if not kernel.takes_codes:
+        return []
+    for _, case in cases_for((kernel,), subject.facts):
+        coded: list[Coded] = []
+
+        def around(target: Any, into: list[Coded] = coded) -> Any:
+            into.append(Coded(target))
+            return into[-1]
+
+        ran = check_case(kernel, case, subject.offers, around)
+        made |= any(c.made for c in coded)
+        said = next((c.said for c in coded if c.said), "")
+        found.append(replace(ran, failure=said or ran.failure, check="codes"))
+    if found and not made:
+        none = "declares takes_codes, and quantize makes none of any sample's rows"
+        found.append(replace(found[-1], failure=none))
+    return found
+
+
 def check_capture(subject: Subject, backend: GraphBackend) -> list[CaseResult]:
     """Capture, new inputs, replay: the bits of a plain call, and nothing allocated that stays."""
     if not subject.kernel.graph_safe:
@@ -173,6 +196,7 @@ EACH: Mapping[str, Callable[[Subject], list[CaseResult]]] = {
     "weights": check_weights,
     "rows": check_rows,
     "memory": check_memory,
+    "codes": check_codes,
 }
 CHECKS: tuple[str, ...] = (*EACH, "capture", "honesty")
 

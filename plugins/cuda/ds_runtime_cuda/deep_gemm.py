@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ds_runtime.api import (
     kept_in,
 )
 from ds_runtime_cuda import grouped
-from ds_runtime_cuda.expert_weights import pack_blocks
+from ds_runtime_cuda.expert_weights import MakesCodes, pack_blocks
 from ds_runtime_cuda.gates import COPIED_KEYS, EXPANDED
 from ds_runtime_cuda.quant import GROUP, in_columns, quantise
 
@@ -151,7 +151,7 @@ def compile_absorb(facts: Facts, rows: Sequence[int]) -> None:
     compile_linear(facts, [count for count in rows if count >= EXPANDED])
 
 
-class ExpertsFp8:
+class ExpertsFp8(MakesCodes):
     """Routed experts as two grouped matmuls over rows sorted by expert."""
 
     def __init__(self, facts: Facts) -> None:
@@ -162,15 +162,29 @@ class ExpertsFp8:
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(FP8_EXPERTS)
-        if not x.shape[0]:
-            return torch.empty_like(x)
+        powers = bool(packed.tensors.get("ue8m0", False))
+        return self._summed(lambda rows: grouped.scatter(x, rows, powers), weights, ids, packed)
+
+    def apply_quantized(
+        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
+        """See QuantizedExperts."""
+        packed.expect(FP8_EXPERTS)
+        arrange = partial(grouped.scatter_codes, q, scale)
+        return self._summed(arrange, weights, ids, packed)
+
+    def _summed(
+        self, arrange: grouped.Arrange, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
         held, (experts, hidden, inter) = packed.tensors, packed.shape
+        if not ids.shape[0]:
+            return torch.empty(0, hidden, dtype=torch.bfloat16, device=ids.device)
         rows = grouped.sort_rows(ids, experts, ALIGN)
         count = rows.owner.shape[0]
-        gate_up = torch.empty(count, 2 * inter, dtype=torch.bfloat16, device=x.device)
+        gate_up = torch.empty(count, 2 * inter, dtype=torch.bfloat16, device=ids.device)
         upper, powers = (held["gate_up"], held["gate_up_scale"]), held.get("ue8m0", False)
-        self._gemm(grouped.scatter(x, rows, powers), upper, gate_up, rows.owner)
-        out = torch.empty(count, hidden, dtype=torch.bfloat16, device=x.device)
+        self._gemm(arrange(rows), upper, gate_up, rows.owner)
+        out = torch.empty(count, hidden, dtype=torch.bfloat16, device=ids.device)
         lower = held["down"], held["down_scale"]
         self._gemm(grouped.silu(gate_up, rows, powers), lower, out, rows.owner)
         return grouped.combine(out, weights, rows)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_runtime.api import FP8_EXPERTS, ExpertSource, Packed, Weight, fp8_blocks
+from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 
@@ -27,6 +28,16 @@ def stack_blocks(
                 tensors[name] = part.new_empty(source.num_experts, *part.shape)
             tensors[name][e].copy_(part)
     return tensors, sum(t.nbytes for t in tensors.values())
+
+
+class MakesCodes:
+    """What experts over FP8_EXPERTS have of QuantizedExperts if quant.quantise gives the codes that
+    they make themselves."""
+
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        """See QuantizedExperts."""
+        packed.expect(FP8_EXPERTS)
+        return quantise(x, powers=bool(packed.tensors.get("ue8m0", False)))
 
 
 def pack_blocks(source: ExpertSource) -> Packed:

@@ -27,7 +27,8 @@ from ds_runtime.api import (
     ReferenceExperts,
 )
 from ds_runtime_cuda import fp8_compressed, nvrtc
-from ds_runtime_cuda.expert_weights import pack_blocks
+from ds_runtime_cuda.expert_weights import MakesCodes, pack_blocks
+from ds_runtime_cuda.gates import quantises
 from ds_runtime_cuda.packed12 import experts as token_experts
 from ds_runtime_cuda.packed12 import format as packed12
 from ds_runtime_cuda.packed12.format import readable
@@ -78,10 +79,11 @@ class _StreamedArgs(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "gate_up_scale", "down_scale", "x_scale", "h_scale", "x_rows", "h_rows", "y",
-                "pair_of", "weight_of", "begins", "state", "input", "weights", "ids", "out",
+                "pair_of", "weight_of", "begins", "state", "input", "scales", "weights", "ids",
+                "out",
             )
         ),
-        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("stride", "scale_row", "scale_group")),
         *(
             (name, ctypes.c_int32)
             for name in ("tokens", "top_k", "experts", "hidden", "inter", "rows", "most",
@@ -94,7 +96,7 @@ class _StreamedArgs(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("gate_up_back", "gate_up_lift", "down_back", "down_lift")
         ),
-        ("_end", ctypes.c_char * 48),  # the struct is a multiple of 64 bytes
+        ("_end", ctypes.c_char * 24),  # the struct is a multiple of 64 bytes
     )  # fmt: skip
 
 
@@ -133,15 +135,20 @@ def compile_coded(facts: Facts, rows: Sequence[int]) -> None:
         nvrtc.compile_for_device(token_experts.SOURCE, token_experts.defines())
 
 
-def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+def _run(
+    x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, scale: Tensor | None = None
+) -> Tensor:
+    """scale [tokens, groups]: of x, where that is codes."""
     held, (experts, hidden, inter) = packed.tensors, packed.shape
     upper, lower = held["gate_up"], held["down"]
     coded = held.get(_HELD)
     dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
     if tokens > _MOST:
         cut = [slice(begin, begin + _MOST) for begin in range(0, tokens, _MOST)]
-        return torch.cat([_run(x[own], weights[own], ids[own], packed) for own in cut])
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+        each = [(x[own], weights[own], ids[own]) for own in cut]
+        sizes = [None if scale is None else scale[own] for own in cut]
+        return torch.cat([_run(*p, packed, s) for p, s in zip(each, sizes, strict=True)])
+    out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
     pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
     if not pairs:
         return out.zero_()
@@ -154,7 +161,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     rows = most * form.pairs
     x_rows = torch.empty(rows, hidden, dtype=dtype, device=device)
     h_rows = torch.empty(rows, inter, dtype=dtype, device=device)
-    y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
+    y = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
     scales = torch.empty((hidden + inter) // 128 * fp8, rows, dtype=torch.float32, device=device)
     of = torch.empty(2, rows, dtype=torch.int32, device=device)
     counts = torch.empty(1 + most + experts + 1, dtype=torch.int32, device=device)
@@ -178,6 +185,9 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     args.pair_of, args.weight_of = of.data_ptr(), of[1].data_ptr()
     args.state, args.begins = counts.data_ptr(), counts[1 + most :].data_ptr()
     args.input, args.stride, args.out = x.data_ptr(), x.stride(0), out.data_ptr()
+    if scale is not None:
+        args.scales = scale.data_ptr()
+        args.scale_row, args.scale_group = scale.stride()
     args.weights, args.ids = weights.data_ptr(), ids.data_ptr()
     args.tokens, args.top_k, args.experts = tokens, top_k, experts
     args.hidden, args.inter, args.rows, args.most = hidden, inter, rows, most
@@ -212,11 +222,15 @@ class _Beside:
         return replace(packed, tensors=tensors, nbytes=nbytes)
 
 
-class ExpertsFp8:
+class ExpertsFp8(MakesCodes):
     """FP8 weights in blocks, activations quantised per token and group before each matmul."""
 
     def __init__(self, facts: Facts) -> None:
-        pass
+        self._quantises = quantises(facts) is None
+
+    def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        """See QuantizedExperts."""
+        return super().quantize(rows, x, packed) if self._quantises else None
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return pack_blocks(source)
@@ -224,6 +238,13 @@ class ExpertsFp8:
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(FP8_EXPERTS)
         return _run(x, weights, ids, packed)
+
+    def apply_quantized(
+        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
+        """See QuantizedExperts."""
+        packed.expect(FP8_EXPERTS)
+        return _run(q, weights, ids, packed, scale)
 
 
 class ExpertsBlock7(_Beside, ExpertsFp8):

@@ -6,7 +6,8 @@ shapes alone, and rows that nobody owns are marked.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ class Rows(NamedTuple):
     of: Tensor
     owner: Tensor
     ends: Tensor
+
+
+Arrange: TypeAlias = Callable[[Rows], tuple[Tensor, Tensor]]
+"""Codes at their rows, as `scatter` gives them."""
 
 
 def sort_rows(ids: Tensor, experts: int, align: int) -> Rows:
@@ -80,6 +85,23 @@ def scatter(x: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor
             here = to >= 0
             q.view(torch.uint8)[to[here]], scale[to[here]] = codes[here], sizes[here]
     return q, scale
+
+
+def scatter_codes(q: Tensor, scale: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """As `scatter`, of rows that are codes already: q [tokens, n], scale [tokens, n / 128]."""
+    count, n = rows.owner.shape[0], q.shape[1]
+    to = torch.empty(count, n, dtype=torch.uint8, device=q.device)
+    to_scale = scale_columns(count, n // GROUP, q.device)
+    codes = q.view(torch.uint8)
+    if q.is_cuda:
+        from ds_runtime_cuda.jit import codes_to
+
+        codes_to(codes, scale, rows.of, to, to_scale)
+    else:
+        for place in rows.of.T:
+            here = place >= 0
+            to[place[here]], to_scale[place[here]] = codes[here], scale[here]
+    return to.view(torch.float8_e4m3fn), to_scale
 
 
 def silu(gate_up: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor]:

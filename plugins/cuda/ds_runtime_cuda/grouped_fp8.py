@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed
 from ds_runtime_cuda import grouped, nvrtc
-from ds_runtime_cuda.expert_weights import pack_blocks
+from ds_runtime_cuda.expert_weights import MakesCodes, pack_blocks
 from ds_runtime_cuda.quant import GROUP, scale_columns
 
 _SOURCE = "grouped.cu"
@@ -64,7 +64,7 @@ def _arguments(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> _
     return args
 
 
-class ExpertsGrouped:
+class ExpertsGrouped(MakesCodes):
     """Two grouped matmuls over rows sorted by expert; the first one activates and quantises."""
 
     def __init__(self, facts: Facts) -> None:
@@ -75,17 +75,31 @@ class ExpertsGrouped:
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(FP8_EXPERTS)
-        if not ids.numel():
-            return torch.zeros_like(x)
+        powers = bool(packed.tensors.get("ue8m0", False))
+        return self._summed(lambda rows: grouped.scatter(x, rows, powers), weights, ids, packed)
+
+    def apply_quantized(
+        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
+        """See QuantizedExperts."""
+        packed.expect(FP8_EXPERTS)
+        arrange = partial(grouped.scatter_codes, q, scale)
+        return self._summed(arrange, weights, ids, packed)
+
+    def _summed(
+        self, arrange: grouped.Arrange, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
         held, (experts, hidden, inter) = packed.tensors, packed.shape
-        powers, device = bool(held.get("ue8m0", False)), x.device
+        powers, device = bool(held.get("ue8m0", False)), ids.device
+        if not ids.numel():
+            return torch.zeros(ids.shape[0], hidden, dtype=torch.bfloat16, device=device)
         rows = grouped.sort_rows(ids, experts, _ALIGN)
         count = rows.owner.shape[0]
         counters = torch.zeros(2, dtype=torch.int32, device=device)
         h = torch.empty(count, inter, dtype=torch.float8_e4m3fn, device=device)
         h_scale = scale_columns(count, inter // GROUP, device)
-        out = torch.empty(count, hidden, dtype=x.dtype, device=device)
-        arranged = grouped.scatter(x, rows, powers)
+        out = torch.empty(count, hidden, dtype=torch.bfloat16, device=device)
+        arranged = arrange(rows)
 
         first = _arguments(*arranged, held["gate_up"], held["gate_up_scale"])
         first.out, first.out_scale, first.powers = h.data_ptr(), h_scale.data_ptr(), powers

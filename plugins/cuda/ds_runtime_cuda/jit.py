@@ -159,6 +159,34 @@ def _scatter(
         tl.store(scale + group * scale_column + row, sizes, mask=group * 128 < end)
 
 
+@triton.jit(do_not_specialize=["from_row", "from_group", "scale_column"])
+def _scatter_codes(
+    given, given_scale, rows, q, scale, n, given_row, from_row, from_group, scale_column,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    GROUPS: tl.constexpr = CHUNK // 128
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    coded = tl.load(given + token * given_row + at, mask=at < n, other=0)
+    sizes = given_scale + token * from_row + group * from_group
+    sizes = tl.load(sizes, mask=group * 128 < n, other=0.0)
+    for i in range(TOP_K):
+        row = tl.load(rows + token * TOP_K + i).to(tl.int64)
+        end = tl.where(row >= 0, n, 0)
+        tl.store(q + row * n + at, coded, mask=at < end)
+        tl.store(scale + group * scale_column + row, sizes, mask=group * 128 < end)
+
+
+def codes_to(given: Tensor, given_scale: Tensor, rows: Tensor, q: Tensor, scale: Tensor) -> None:
+    """See grouped.scatter_codes; codes are bytes."""
+    tokens, n = given.shape
+    _scatter_codes[(tokens, triton.cdiv(n, _CHUNK))](
+        given, given_scale, rows, q, scale, n, given.stride(0), *given_scale.stride(),
+        scale.stride(1), TOP_K=rows.shape[1], CHUNK=_CHUNK, num_warps=_WARPS,
+    )  # fmt: skip
+
+
 def quantise_to(x: Tensor, rows: Tensor, q: Tensor, scale: Tensor, powers: bool = False) -> None:
     """See grouped.scatter."""
     tokens, n = x.shape

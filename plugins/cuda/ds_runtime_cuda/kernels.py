@@ -247,6 +247,7 @@ def _streamed(
         *each,
         formats=formats,
         skips_absent=True,
+        takes_codes=formats == FP8,
         note="compiled by NVRTC when it is first needed",
         rows=rows,
         footprint=Footprint(beside=beside),
@@ -298,6 +299,7 @@ MOE: tuple[Kernel, ...] = (
         column_pairs,
         formats=FP8,
         skips_absent=True,
+        takes_codes=True,
         note="compiled by NVRTC when it is first needed",
         rows=RowRange(FP8_EXPERTS, 1280, 10240),
         compiles=Compiles("grouped_fp8:compile_experts"),
@@ -313,6 +315,7 @@ MOE: tuple[Kernel, ...] = (
         EXPERT_BLOCKS,
         formats=FP8,
         skips_absent=True,
+        takes_codes=True,
         note="fills every expert's rows up to 128: for long prompts",
         rows=RowRange(FP8_EXPERTS, 4096),  # where it takes as long as the portable kernel
     ),

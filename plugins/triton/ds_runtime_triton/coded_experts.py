@@ -19,10 +19,10 @@ from ds_runtime_triton.coded import (
     wide_values,
 )
 from ds_runtime_triton.config import Config, Sizes, folder, tuned
+from ds_runtime_triton.expert_launches import part_of_config
 from ds_runtime_triton.experts import (
     ExpertsDense,
     dense_variant,
-    part_of_config,
     some_absent,
     variant,
 )

@@ -32,6 +32,10 @@ class Sizes:
         """The configuration of the smallest bound that is not below `size`."""
         return self.configs[self.number(size)]
 
+    def any_from(self, size: int, name: str) -> bool:
+        """Whether the configuration of this size, or of any larger one, says `name`."""
+        return any(config.get(name) for config in self.configs[self.number(size) :])
+
     def number(self, size: int) -> int:
         """Which one that is."""
         return min(bisect_left(self.bounds, size), len(self.configs) - 1)

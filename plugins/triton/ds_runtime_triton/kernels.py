@@ -229,6 +229,7 @@ MOE: tuple[Kernel, ...] = (
         rows=RowRange(FP8_EXPERTS),
         batch_invariant=True,
         skips_absent=True,
+        takes_codes=True,
         variant="experts:fp8_variant",
     ),
     _keeping(

@@ -96,6 +96,11 @@ class Ranks:
         return self._each(one)
 
 
+def lines(size):
+    """Bytes of whole lines of memory that hold so many."""
+    return -(-size // 64) * 64
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, folder):
     return Ranks(decided(folder, request.param))
@@ -114,8 +119,8 @@ def test_codes_give_the_same_bits_in_half_the_bytes(ranks, data):
     coded = ranks.run(rows, coded=True)
     found = {(dtype, each) for _, dtype, each in ranks.seen}
     k = ranks.assembly.model.routing.top_k
-    assert sent == {(torch.bfloat16, 2 * HIDDEN), (torch.int32, 8 * k)}
-    assert found == {(torch.uint8, HIDDEN), (torch.int32, 8 * k + 4 * (HIDDEN // 128))}
+    assert sent == {(torch.int32, lines(2 * HIDDEN + 8 * k))}
+    assert found == {(torch.int32, lines(HIDDEN + 8 * k + 4 * (HIDDEN // 128)))}
     for one, other, x in zip(plain, coded, rows, strict=True):
         assert one.shape == x.shape and torch.equal(one, other)
 
@@ -191,4 +196,6 @@ def test_the_arithmetic_of_the_wire_knows(folder):
     layers = by_pin[()].model.layers
     saved = plain.wire(layers).row - coded.wire(layers).row
     moe = sum(map(by_pin[()].model.is_moe, range(layers)))
-    assert saved == pytest.approx(moe * 0.5 * (HIDDEN - 4 * HIDDEN // 128))
+    choices = 8 * by_pin[()].model.routing.top_k
+    whole, codes = 2 * HIDDEN + choices, HIDDEN + 4 * HIDDEN // 128 + choices
+    assert saved == pytest.approx(moe * 0.5 * (lines(whole) - lines(codes)))

@@ -98,9 +98,9 @@ def batch_of(own, order):
     return batch
 
 
-@given(steps())
+@given(steps(), st.integers(1, 9))
 @settings(max_examples=examples(60), deadline=None)
-def test_a_steps_rows_enter_leave_and_are_collected(step):
+def test_a_steps_rows_enter_leave_and_are_collected(step, wide):
     """Each rank multiplies by a weight of its own; the sum is that of all weights together."""
     tp, dp, works = step
     rows = values_of(works)
@@ -122,12 +122,20 @@ def test_a_steps_rows_enter_leave_and_are_collected(step):
         assert exchange.most(len(x), batch.order) == max(map(len, by_group))
         every = exchange.enter(x, batch.order)
         assert torch.equal(every, torch.cat(by_group))
-        shares = x.to(torch.float32).repeat(1, 3) / 7, x.to(torch.int32).repeat(1, 3) - 1
-        entered = exchange.enter_words(shares, batch.order)
+        shares = (
+            x.to(torch.bfloat16).repeat(1, wide),
+            x.to(torch.float32).repeat(1, 3) / 7,
+            x.to(torch.int32).repeat(1, 2) - 1,
+            x.to(torch.int32).to(torch.uint8).repeat(1, wide),
+        )
+        entered = exchange.enter_together(shares, batch.order)
         assert exchange.entered(len(x), batch.order) == len(every)
-        wants = torch.cat(by_group) / 7, torch.cat(by_group) - 1
-        for got, want in zip(entered, wants, strict=True):
-            assert got.is_contiguous() and torch.equal(got, want.to(got.dtype).repeat(1, 3))
+        all_ = torch.cat(by_group)
+        wants = all_, all_ / 7, all_ - 1, all_.to(torch.int32)
+        for got, want, share in zip(entered, wants, shares, strict=True):
+            assert got.dtype == share.dtype and got.stride(1) == 1
+            assert torch.equal(got, want.to(got.dtype).repeat(1, share.shape[1]))
+        assert entered[0].stride(0) * entered[0].itemsize % 16 == 0 or dp == 1
         inside = sum(r + 1 for r in range(tp) if r // (tp // dp) == rank // (tp // dp))
         both = exchange.leave(every * (rank + 1), batch.order, len(x), x * (rank + 1))
         assert torch.equal(both, x * (sum(range(tp + 1)) + inside))

@@ -73,6 +73,15 @@ def _quantised(x: Tensor, powers: int) -> tuple[Tensor, Tensor]:
     return (groups / scale[:, :, None]).clamp(-448, 448).view(x.shape).to(FP8), scale
 
 
+def _given(a, row: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    if not a.scales:
+        return _quantised(row, a.powers)
+    groups = a.hidden // 128
+    every = at(a.scales, F32, token * a.scale_row + (groups - 1) * a.scale_group + 1)
+    scale = torch.as_strided(every, (1, groups), (1, a.scale_group), token * a.scale_row)
+    return row, scale
+
+
 def _tiles(a, bm: int) -> list[tuple[int, int]]:
     """(expert, pairs) of each tile."""
     table = at(a.begins, torch.int16, 2 * a.experts + 1)
@@ -94,7 +103,7 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
     table[0], table[1 : a.experts + 1] = 0, tiles.cumsum(0)
     table[a.experts + 1 :] = counts
     at(a.state, I32, 1 + a.most).zero_()
-    wide = at(a.input, BF16, (a.tokens - 1) * a.stride + a.hidden)
+    wide = at(a.input, FP8 if a.scales else BF16, (a.tokens - 1) * a.stride + a.hidden)
     x = torch.as_strided(wide, (a.tokens, a.hidden), (a.stride, 1))
     x_rows = at(a.x_rows, FP8 if fp8 else BF16, a.rows, a.hidden)
     taken = [0] * a.experts
@@ -107,7 +116,7 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
         at(a.weight_of, F32, a.rows)[row] = at(a.weights, F32, a.tokens * a.top_k)[pair]
         token = x[pair // a.top_k][None]
         if fp8:
-            codes, scale = _quantised(token, a.powers)
+            codes, scale = _given(a, token, pair // a.top_k)
             x_rows[row] = codes[0]
             at(a.x_scale, F32, a.hidden // 128, a.rows)[:, row] = scale[0]
         else:

@@ -80,8 +80,8 @@ class Experts(Protocol):
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
     without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
-    rank has that expert (`Facts.ranks["ep"]` > 1). Formats as in Linear. A kernel may have the
-    methods of QuantizedExperts.
+    rank has that expert (`Facts.ranks["ep"]` > 1). There, rows of x may be strided. Formats as in
+    Linear. A kernel may have the methods of QuantizedExperts.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
@@ -96,7 +96,8 @@ class QuantizedExperts(Protocol):
     `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of so many `rows`:
     (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where it does
     not. A row's codes hang on that row alone. `apply_quantized(q, scale, weights, ids, packed)`:
-    the bits of `apply(x, weights, ids, packed)`, where all x have these codes.
+    the bits of `apply(x, weights, ids, packed)`, where all x have these codes. Rows of q may be
+    strided, and begin at whole 16 bytes.
     """
 
     def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None: ...
@@ -189,7 +190,8 @@ def _experts_case(
         if absent:
             chosen[::2, 1:] = -1
             chosen[1::3] = -1
-        args = (make.normal(tokens, hidden), weights, chosen, cases.Saved("packed"))
+        x = make.normal(tokens, hidden)
+        args = (make.inside(x) if absent else x, weights, chosen, cases.Saved("packed"))
         calls.append(cases.Call(args, method="apply"))
     empty = (torch.empty(0, top_k), torch.empty(0, top_k, dtype=torch.int32))
     foreign = (make.normal(0, hidden), *empty, held.Packed("nobody.nothing", (), {}, 0))

@@ -37,7 +37,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def bits(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.empty(tensor.shape)
-    return tensor.detach().contiguous().view(torch.uint8)
+    # dims of size 1 may have any stride, and be contiguous all the same
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return whole.view(torch.uint8)
 
 
 def must_raise(function: Any, args: tuple[Any, ...], kind: type[Exception]) -> str:

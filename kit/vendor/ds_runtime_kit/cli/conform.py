@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODES = ("test", "perf", "support")
 CHECKS_HELP = (
-    "samples, weights, rows, memory, capture, honesty; of loaders: accepts, values, slices, "
+    "samples, weights, rows, memory, codes, capture, honesty; of loaders: accepts, values, slices, "
     "shards, stacks; of layouts: blocks, bytes, copies, exports, host"
 )
 

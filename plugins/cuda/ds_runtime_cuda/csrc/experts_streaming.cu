@@ -61,11 +61,13 @@ struct alignas(64) Args {
   float* weight_of;         // [rows]
   u16* begins;              // [experts + 1] of tiles, then [experts] how many pairs
   int* state;               // next unit, then finished units of gate and up of each tile
-  const u16* input;         // bfloat16 [tokens, hidden]
+  const u16* input;         // bfloat16 [tokens, hidden]; with scales, e4m3
+  const float* scales;      // of groups of the input's columns, if it is codes already
   const float* weights;     // [tokens, top_k]
   const int* ids;           // [tokens, top_k]; below 0: another rank has the expert
   u16* out;                 // bfloat16 [tokens, hidden]
   long long stride;         // between rows of the input
+  long long scale_row, scale_group;  // from one scale to the next
   int tokens, top_k, experts, hidden, inter, rows, most, powers;
   // CODED: [experts][inter / 128][hidden / kColumns][gate, up] tiles of gate_up_stride bytes,
   // [experts][hidden / 128][inter / kColumns] of down_stride
@@ -491,14 +493,20 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   const int pairs = a.tokens * a.top_k;
   const int columns = ((a.hidden + 1023) / 1024 + gridDim.y - 1) / gridDim.y * 1024;
   const int begin = blockIdx.y * columns, end = min(a.hidden, begin + columns);
-  const u16* input = a.input + token * a.stride;
+  const bool coded = FP8 && a.scales != nullptr;
+  const u16* input = a.input + (coded ? 0 : token * a.stride);
+  const u8* codes_of = reinterpret_cast<const u8*>(a.input) + (coded ? token * a.stride : 0);
   constexpr int kAhead = 4;
   uint2 words[kAhead];
   auto fetch = [&](int from) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int at = from + i * 1024 + thread * 4;
-      if (at < end) words[i] = __ldcg(reinterpret_cast<const uint2*>(input + at));
+      if (at >= end) break;
+      if (coded)
+        words[i].x = __ldcg(reinterpret_cast<const u32*>(codes_of + at));
+      else
+        words[i] = __ldcg(reinterpret_cast<const uint2*>(input + at));
     }
   };
   fetch(begin);
@@ -570,9 +578,12 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
 #pragma unroll
         for (int step = 16; step > 0; step /= 2)
           peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
-        const float scale = scale_of(peak, a.powers);
-        const u32 codes =
-            e4m3_pair(v0 / scale, v1 / scale) | e4m3_pair(v2 / scale, v3 / scale) << 16;
+        float scale = scale_of(peak, a.powers);
+        u32 codes = e4m3_pair(v0 / scale, v1 / scale) | e4m3_pair(v2 / scale, v3 / scale) << 16;
+        if (coded) {
+          codes = words[i].x;
+          scale = __ldcg(a.scales + token * a.scale_row + at / 128 * a.scale_group);
+        }
         for (int k = 0; k < a.top_k; ++k) {
           const long long row = rows[k];
           if (row < 0) continue;
