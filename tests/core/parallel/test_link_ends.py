@@ -53,9 +53,9 @@ def three(watched=True):
         end.watch(one)
     yield address, leader, ends, told
     leader.leave()
-    leader.close()
-    for end in ends:
+    for end in ends:  # while there is somebody to take their last words, for which they wait
         end.close()
+    leader.close()
 
 
 def test_a_rank_that_fails_tells_all():
@@ -242,8 +242,8 @@ def test_any_timeout_can_be_waited_for():
     assert one.greet(Hello(1, 2, OWN.plan, "m"), 1e12) == "there"
     met.join()
     leader.leave()
-    leader.close()
     one.close()
+    leader.close()
 
 
 @contextmanager
