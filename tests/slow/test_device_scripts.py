@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,14 @@ def test_it_measures(script, flags, said, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout and out.read_text().count("\n") == 1
+
+
+def test_sums_over_ranks_are_timed(tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--rows", "1", "4", "--width", "64", "--replays", "2", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "device_sums.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["rows"] for line in lines] == [1, 4]
+    assert all(line["library, us"] > 0 and line["gathered, us"] > 0 for line in lines)
