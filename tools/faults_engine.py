@@ -201,8 +201,8 @@ ENGINE: tuple[Fault, ...] = (
     Fault(
         "ranks add up as the library likes",
         "core/ds_runtime/parallel/world.py",
-        "InOrder(own) if in_order and own.size > 1 else own",
-        "own",
+        "{groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}",
+        "made",
         ("tests/core/test_bind_invariant.py",),
     ),
     Fault(

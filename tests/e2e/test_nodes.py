@@ -154,6 +154,27 @@ def test_a_node_that_does_not_fit_ends_both_with_the_reason(tmp_path, more, sent
 
 
 @pytest.mark.slow
+def test_a_node_that_starts_long_after_a_refusal_reads_it_too(tmp_path):
+    """Rank 0 would be gone otherwise, and this one wait for it until --dist-timeout."""
+    token = secrets(tmp_path, "word")[0]
+    odd = (*token, "--page-size", "32")
+    with nodes(token, odd, None, token, count=4, tp=4) as (first, second, fourth):
+        for one in (second, fourth):
+            code, text = said(one, 40)
+            assert code == 1 and "page_size: 16 here, 32 there" in text
+        first.wait("no start: the ranks decided differently")
+        first.wait("node 0 tells this to nodes that come in the next 30 s")
+        time.sleep(7)
+        assert first.process.poll() is None
+        command = list(fourth.process.args)
+        command[command.index("--node-rank") + 1] = "2"
+        late = subprocess.run(command, capture_output=True, text=True, timeout=40)
+        assert late.returncode == 1 and "page_size: 16 here, 32 there" in late.stdout + late.stderr
+        code, text = said(first, 5)  # everybody knows: it waits no longer
+        assert code == 1 and "page_size: 16 here, 32 there" in text
+
+
+@pytest.mark.slow
 def test_a_node_with_another_secret_is_refused_and_may_come_again(tmp_path):
     first, second = secrets(tmp_path, "word", "world")
     with nodes(first, second) as (one, two):

@@ -58,7 +58,10 @@ REFUSED = {  # as docs/support.md calls them
         "`--speculative-eagle-topk`",
         "`--batch-invariant`",
     ),
+    (("bits", "invariant"), ("form", "expanded")): ("`--disable-mla`", "`--batch-invariant`"),
+    (("form", "expanded"), ("model", "sparse")): ("`--disable-mla`", "sparse attention"),
 }
+OTHERS = {"form": {"expanded": {"disable_mla": True}}}  # which no run has: one rank's tests do
 
 
 def pairs_of(run):
@@ -157,7 +160,7 @@ def ask(llm, run):
 def settings_of(run, made):
     given = dict(SETTINGS)
     for factor, level in run.items():
-        given |= LEVELS[factor][level]
+        given |= {**LEVELS, **OTHERS}[factor][level]
     if run["adapters"] == "on":
         folder = made[run["model"]]
         given["lora"] = tuple(f"{name}={folder / f'adapter-{name}'}" for name in "ae")
@@ -203,7 +206,8 @@ def test_answers_are_those_of_one_rank(made, alone, run):
 @pytest.mark.parametrize("pair", REFUSED, ids=str)
 def test_a_refused_pair_is_a_sentence_and_its_reason_is_told(made, pair):
     run = {**FIRST, **dict(pair)}
-    with pytest.raises((ConfigError, UnsupportedError), match="batch-invariant"):
+    flag = "--disable-mla" if "form" in dict(pair) else "--batch-invariant"
+    with pytest.raises((ConfigError, UnsupportedError), match=flag):
         LLM(made[run["model"]], **settings_of(run, made), tp=2)
     rows = [line for line in SUPPORT.read_text().splitlines() if line.startswith("|")]
     assert any(all(word in row for word in REFUSED[pair]) for row in rows)

@@ -115,3 +115,14 @@ def test_v3_whole_on_eight_devices():
             read, held = case["predicted"]["read_bytes"], line["predicted"]
             tokens = case["batch"] * (case["prompt"] + 128)
             assert read <= held["weights_bytes"] + held["kv_bytes"] and tokens <= held["kv_tokens"]
+
+
+def test_sums_over_ranks_are_timed(tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--rows", "1", "4", "--width", "64", "--replays", "2", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "device_sums.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["rows"] for line in lines] == [1, 4]
+    assert all(line["library, us"] > 0 and line["gathered, us"] > 0 for line in lines)

@@ -7,7 +7,8 @@
 | a machine is cut off | `SILENCE`, `SIGN`, `WORD`, then `ENDING` |
 | rank 0 of `LLM` waits in native code | `STUCK`, then `ENDING` |
 
-Each is at most `WHOLE`. Torch-free; seconds.
+Each is at most `WHOLE`. Where a rank does not fit, none is dead: rank 0 says so at once, and
+waits up to `REFUSING` for machines that start later. Torch-free; seconds.
 """
 
 from __future__ import annotations
@@ -23,5 +24,6 @@ PARTING = 2.0  # for a communicator to close whose other ranks are gone
 STOPPED = 3.0  # for which a rank may be stopped by a signal
 STUCK = 4.0  # for a call to notice a death by itself, as most communicators do
 REFUSED = 4.0  # for which an address may refuse a rank
-LATE = 5.0  # for those that come after the others were refused to be told why
+LATE = 5.0  # for those that come after a rank has died at the start to be told why
+REFUSING = 30.0  # for those that come after a rank did not fit to be told why
 LINGER = 1.0  # for last words to be sent

@@ -36,6 +36,17 @@ APART = (
         "nodes of a tree have other places in the cache than tokens of an answer, and are added "
         "in another order",
     ),
+    (
+        "keys and values in the cache (`--disable-mla`)",
+        "`--batch-invariant`",
+        "no kernel of `mha_decode` computes each row by itself, and prompts have to attend as "
+        "decode steps do",
+    ),
+    (
+        "keys and values in the cache (`--disable-mla`)",
+        "sparse attention (DeepSeek-V3.2)",
+        "kernels of sparse attention read latents",
+    ),
 )
 """What does not go together, in pairs, and why."""
 

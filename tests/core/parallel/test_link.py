@@ -163,6 +163,38 @@ def test_one_that_only_said_that_it_is_here_is_refused_and_hears_no_plan(
     ] * 2
 
 
+def test_who_comes_late_is_told_as_well_and_the_own_node_last(monkeypatch, capsys):
+    """The end of a rank of node 0 ends rank 0 with it, and nobody would be left to tell."""
+    monkeypatch.setattr(leader_module, "LATE", 0.1)
+    address = f"tcp://127.0.0.1:{free_port('')}"
+    leader = Leader(address, Hello(0, 6, "6", "m"), differ, 2)
+    same, odd = Hello(1, 6, "6", "m"), Hello(2, 6, "7", "m")
+    late = [(2.0, Hello(rank, 6, "6", "m")) for rank in (4, 5)]
+    when = {}
+
+    def refuse():
+        with pytest.raises(ConfigError, match="decided differently"):
+            leader.wait("file:///there", 20, lives)
+
+    waiting = threading.Thread(target=refuse)
+    waiting.start()
+    with others(address, same, odd, (0.0, Hello(3, 6, "6", "m")), *late) as found:
+        deadline = time.monotonic() + 20
+        while any(one.found is None for one in found) and time.monotonic() < deadline:
+            for one in found:
+                if one.found is not None:
+                    when.setdefault(one.hello.rank, time.monotonic())
+            time.sleep(0.01)
+        when.setdefault(1, time.monotonic())
+    waiting.join(20)
+    leader.part()
+    assert all("6 here, 7 there" in str(one.found) for one in found)
+    assert when[1] >= when[2] + 1
+    assert (
+        capsys.readouterr().err.count("node 0 tells this to nodes that come in the next 30 s") == 1
+    )
+
+
 def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):
     monkeypatch.setattr(leader_module, "LATE", 0.2)
     port = free_port("")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ds_runtime.common.patience import LATE, LINGER, SIGN, WORD
+from ds_runtime.common.patience import LATE, LINGER, REFUSING, SIGN, WORD
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
 from ds_runtime.parallel.link.messages import (
@@ -93,7 +93,8 @@ class Leader:
                 if time.monotonic() > deadline:
                     raise EngineDeadError(self._late(missing, timeout))
         except BaseException as e:
-            self._refuse(str(e), isinstance(e, Exception))
+            patience = LATE if isinstance(e, Exception) else 0.0
+            self._refuse(str(e), REFUSING if isinstance(e, ConfigError) else patience)
             raise
         with self._end.lock:
             self._met = True
@@ -198,23 +199,38 @@ class Leader:
             said += "; ranks with another secret (--dist-token-file) were refused"
         return said
 
-    def _refuse(self, why: str, stay: bool = True) -> None:
-        """Tell why there is no start, also those that come a little later."""
+    def _refuse(self, why: str, patience: float = LATE) -> None:
+        """Tell why there is no start, also those that come so many seconds later. Ranks of this
+        node are told last: their end ends this process.
+        """
         self._off, data = True, msgspec.msgpack.encode(Welcome(refused=why))
-        told, deadline = set[bytes](), time.monotonic() + (LATE if stay and self._end.far else 0.0)
+        told, deadline = set[bytes](), time.monotonic() + (patience if self._end.far else 0.0)
+        if self._end.far and patience > LATE and self._unknown():
+            print(
+                f"ds-runtime: no start: {why}\nds-runtime: node 0 tells this to nodes that come in "
+                f"the next {patience:.0f} s, and ends",
+                file=sys.stderr,
+                flush=True,
+            )
         while True:
             with self._end.lock:
-                for name in self._ranks.keys() - told:
+                over = not self._unknown() or time.monotonic() >= deadline
+                now = {n for n, p in self._ranks.items() if over or p.rank >= self._per_node}
+                for name in now - told:
                     self._end.say(data, name)
-                told |= self._ranks.keys()
-                known = {place.rank for place in self._ranks.values()}
-                known |= {cause.rank for cause in self._causes}
-                if known.issuperset(range(1, self._own.size)) or time.monotonic() >= deadline:
+                told |= now
+                if over:
                     return
                 try:
                     self._read(_LOOK)
                 except ConfigError:
                     continue  # it is told all the same
+
+    def _unknown(self) -> set[int]:
+        """Ranks that have not been heard of."""
+        known = {place.rank for place in self._ranks.values()}
+        known |= {cause.rank for cause in self._causes}
+        return {*range(1, self._own.size)} - known
 
     def _send(self, data: bytes) -> None:
         for name in self._ranks:
