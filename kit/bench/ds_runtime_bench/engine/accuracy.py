@@ -79,9 +79,10 @@ def spread(entries: Sequence[Any], limit: int | None) -> Sequence[Any]:
 def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
     """The runtime's greedy answers to the entries' messages, marker tokens kept in the text."""
     from ds_runtime.sampling_params import SamplingParams
+    from ds_runtime.text.formats.families import find_family
     from ds_runtime.text.formats.template import load_template
 
-    template = load_template(folder, llm.tokenizer)
+    template = load_template(folder, llm.tokenizer, family=find_family(folder))
     if template is None:
         raise CheckpointError(f"{folder}: has no chat template, which this measurement needs")
     texts = [template.render(e["messages"], e.get("tools")) for e in entries]
