@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_runtime.text.formats.dsml_v4 import V4Encoding
 from ds_runtime_bench.engine import scoring
 
 JSON = st.recursive(
@@ -61,6 +62,33 @@ def test_a_call_with_a_piece_missing_is_wrong(arguments, data):
     at = data.draw(st.integers(0, len(raw) - 1))
     assert not scoring.calls_correct(raw[:at], [{"name": "add", "arguments": arguments}])
     assert not scoring.calls_correct("x" + raw, [{"name": "add", "arguments": arguments}])
+
+
+NAMES = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
+SPOKEN = st.dictionaries(NAMES, JSON.filter(lambda v: "｜DSML｜" not in str(v)), max_size=3)
+
+
+def as_v4(calls: list[tuple[str, dict[str, object]]]) -> str:
+    """The answer as V4's own encoding, which follows DeepSeek's encoder, writes it."""
+    made = [{"function": {"name": n, "arguments": a}} for n, a in calls]
+    asked = [{"role": "user", "content": "?"}]
+    answer = {"role": "assistant", "content": "", "tool_calls": made}
+    text = V4Encoding().render([*asked, answer], None, False)
+    return text.rpartition("<think>")[2]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "get_weather"]), SPOKEN), min_size=1), st.data())
+def test_calls_as_v4_writes_them_are_right_and_no_piece_of_them_is(calls, data):
+    expected, raw = [{"name": n, "arguments": a} for n, a in calls], as_v4(calls)
+    assert raw.startswith("</think>") and raw.endswith(scoring.EOS)
+    for text in (raw, raw.removesuffix(scoring.EOS), raw.removeprefix("</think>"), "so" + raw):
+        assert scoring.calls_correct(text, expected)
+    assert not scoring.calls_correct(as_v4([*calls, ("add", {})]), expected)
+    assert not scoring.calls_correct(as_v4([("other", {"a": 1}), *calls[1:]]), expected)
+    whole = raw.removesuffix(scoring.EOS)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    assert not scoring.calls_correct(whole[:at], expected)
+    assert not scoring.calls_correct(raw.replace("</think>", "</think>x"), expected)
 
 
 @pytest.mark.parametrize(("got", "want"), [(True, 1), ("5", 5), ([1], [1, 1]), ({"a": 1}, {})])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ds_runtime.output_rules import OutputRules
 
 Score: TypeAlias = "tuple[dict[str, Any], list[RequestOutput]]"
-LIMITS = {"sums": 96, "tools": 160}  # tokens; correct answers of the demo model need fewer
+LIMITS = {"sums": 96, "tools": 288}  # tokens; correct answers of the demo model need fewer
 KEY_LIMIT = 12
 OBJECT_LIMIT = 192
 
@@ -79,27 +79,30 @@ def spread(entries: Sequence[Any], limit: int | None) -> Sequence[Any]:
 def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
     """The runtime's greedy answers to the entries' messages, marker tokens kept in the text."""
     from ds_runtime.sampling_params import SamplingParams
+    from ds_runtime.text.formats.families import find_family
     from ds_runtime.text.formats.template import load_template
 
-    template = load_template(folder, llm.tokenizer)
+    template = load_template(folder, llm.tokenizer, family=find_family(folder))
     if template is None:
         raise CheckpointError(f"{folder}: has no chat template, which this measurement needs")
     texts = [template.render(e["messages"], e.get("tools")) for e in entries]
     limit = OBJECT_LIMIT if kind == "schemas" else LIMITS.get(kind, KEY_LIMIT)
     params = [
-        SamplingParams(max_tokens=limit, skip_special_tokens=False, rules=rules_of(e))
-        for e in entries
+        SamplingParams(max_tokens=limit, skip_special_tokens=False, rules=rules_of(e, text))
+        for e, text in zip(entries, texts, strict=True)
     ]
     return llm.generate([llm.tokenizer.encode(t) for t in texts], params)
 
 
-def rules_of(entry: Mapping[str, Any]) -> OutputRules | None:
-    """What an entry with a schema allows: a trace, then an object under the schema."""
+def rules_of(entry: Mapping[str, Any], prompt: str) -> OutputRules | None:
+    """What an entry with a schema allows: a trace, which the prompt may have begun, then an object
+    under the schema."""
     from ds_runtime.output_rules import OutputRules
 
     if "schema" not in entry:
         return None
-    return OutputRules(json_schema=entry["schema"], reasoning="optional")
+    reasoning = "open" if prompt.endswith("<think>") else "optional"
+    return OutputRules(json_schema=entry["schema"], reasoning=reasoning)
 
 
 def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
-"""Scores of raw model text: sums, objects, planted keys and tool calls in the V3 format, and the
-prompts that keys are planted in. Pure functions, no torch.
+"""Scores of raw model text: sums, objects, planted keys and tool calls in the formats of V3 and V4,
+and the prompts that keys are planted in. Pure functions, no torch.
 
 Raw text is what the model wrote after the prompt with its marker tokens kept; a closing
 end-of-sentence token may or may not be there.
@@ -19,6 +19,17 @@ _CALLS = re.compile(r"<｜tool▁calls▁begin｜>(?P<body>.*)<｜tool▁calls�
 _CALL = re.compile(
     r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]+)\n"
     r"```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+_DSML_CALLS = re.compile(
+    r"\n\n<｜DSML｜tool_calls>\n(?P<body>.*)\n</｜DSML｜tool_calls>", re.DOTALL
+)
+_DSML_CALL = re.compile(
+    r'<｜DSML｜invoke name="(?P<name>[^"\n]+)">\n(?P<parameters>.*?)</｜DSML｜invoke>', re.DOTALL
+)
+_DSML_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="(?P<name>[^"\n]+)" string="(?P<text>true|false)">(?P<value>.*?)'
+    r"</｜DSML｜parameter>\n",
     re.DOTALL,
 )
 
@@ -85,31 +96,56 @@ def planted(
 def parse_calls(raw: str) -> list[dict[str, Any]] | None:
     """The tool calls `{name, arguments}` of a raw answer, or None unless it is well formed.
 
-    Well formed means: nothing but one block of calls, each with a function name and a fenced
-    JSON object, one line break between calls, at most a closing end-of-sentence token.
+    Well formed means: nothing but one block of calls, each with a function name and a fenced JSON
+    object (V3) or DSML parameters (V4, after an optional thought), one line break between calls, at
+    most a closing end-of-sentence token.
     """
-    block = _CALLS.fullmatch(raw.removesuffix(EOS))
-    if block is None:
-        return None
+    text = raw.removesuffix(EOS)
+    answer = text.rpartition("</think>")[2]
+    if (block := _DSML_CALLS.fullmatch(answer)) is not None:
+        return _each(block["body"], _DSML_CALL, lambda call: _dsml_arguments(call["parameters"]))
+    if (block := _CALLS.fullmatch(text)) is not None:
+        return _each(block["body"], _CALL, lambda call: json.loads(call["arguments"]))
+    return None
+
+
+def _each(
+    body: str, form: re.Pattern[str], arguments: Callable[[re.Match[str]], Any]
+) -> list[dict[str, Any]] | None:
+    """The calls of a block that has nothing but calls of that form."""
     calls: list[dict[str, Any]] = []
-    position, body = 0, block["body"]
+    position = 0
     while position < len(body):
         if calls:
             if body[position] != "\n":
                 return None
             position += 1
-        match = _CALL.match(body, position)
+        match = form.match(body, position)
         if match is None:
             return None
         try:
-            arguments = json.loads(match["arguments"])
+            said = arguments(match)
         except ValueError:
             return None
-        if not isinstance(arguments, dict):
+        if not isinstance(said, dict):
             return None
-        calls.append({"name": match["name"], "arguments": arguments})
+        calls.append({"name": match["name"], "arguments": said})
         position = match.end()
     return calls or None
+
+
+def _dsml_arguments(text: str) -> dict[str, Any]:
+    """The arguments of one call; ValueError unless there is nothing but parameters."""
+    said: dict[str, Any] = {}
+    position = 0
+    while position < len(text):
+        match = _DSML_PARAMETER.match(text, position)
+        if match is None or match["name"] in said:
+            raise ValueError(f"not a parameter, or one that was said already: {text[position:]!r}")
+        value = match["value"]
+        said[match["name"]] = value if match["text"] == "true" else json.loads(value)
+        position = match.end()
+    return said
 
 
 def same_value(got: Any, expected: Any) -> bool:

@@ -202,10 +202,11 @@ def _prompts(
     path = _held_out(folder, simulated)
     if path is None:
         return random_prompts(size, input_len, llm.vocab_size)
+    from ds_runtime.text.formats.families import find_family
     from ds_runtime.text.formats.template import load_template
     from ds_runtime_bench.engine.accuracy import load_heldout
 
-    template = load_template(folder, llm.tokenizer)
+    template = load_template(folder, llm.tokenizer, family=find_family(folder))
     assert template is not None, "a checkpoint with held-out chats has a template"
     entries = load_heldout(path)[0]["tools"][: PROMPTS * size]
     if len(entries) < size:
