@@ -8,6 +8,7 @@ import pytest
 from interpreter import DEVICE, faithful, needs_triton
 
 from ds_runtime.ops.contract import FP8_GROUPS
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import (
@@ -55,7 +56,8 @@ def _short(kernel, case):
 def some(ops, dtype, dims=SMALL_DIMS, page=4, kv="", marks=()):
     """Cases of these ops, each once: running in the interpreter is always repeatable."""
     facts = facts_for(DEVICE, dtype, dims, page, kv)
-    once = [replace(k, deterministic=False) for k in ALL if k.op.name in ops]
+    alone = Promises(deterministic=False)
+    once = [replace(k, promises=alone) for k in ALL if k.op.name in ops]
     for kernel, case in cases_for(once, facts):
         long = not case.label.startswith(_short(kernel, case))
         some_marks = [*marks, pytest.mark.slow] if long else marks

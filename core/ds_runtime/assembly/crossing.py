@@ -29,7 +29,7 @@ def takes_codes(assembly: Assembly) -> bool:
         if kernel is not None and kernel.op.absent:
             both = shares.get((site.op, site.layer, site.module))
             kernels += (kernel,) if both is None else both.kernels
-    return bool(kernels) and all(kernel.takes_codes for kernel in kernels)
+    return bool(kernels) and all(kernel.promises.takes_codes for kernel in kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ds_runtime.api import (
     Footprint,
     Gate,
     Kernel,
+    Promises,
     RowRange,
     checks,
 )
@@ -221,7 +222,7 @@ ATTENTION: tuple[Kernel, ...] = (
         has(FLASHINFER, "BatchPrefillWithRaggedKVCacheWrapper"),
         HALVES,
         HEADS_192,
-        graph_safe=False,
+        promises=Promises(graph_safe=False),
     ),
 )
 
