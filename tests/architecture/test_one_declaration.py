@@ -129,6 +129,7 @@ sys.meta_path.insert(0, PathFinder)  # the copy comes before the tree, however t
 import torch
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.plugins.manager import load_plugins
