@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from ds_runtime.engine.capture.prefill import PrefillGraphs
-from ds_runtime.engine.device.parts import Parts, draw, move
-from ds_runtime.engine.speculate.acceptance import Branch, Claims, came_from, claim
+from ds_runtime.engine.device.parts import Parts, draw
+from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim
+from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Chain, Drafting
-from ds_runtime.engine.speculate.follow import Own, cut_to_branches, follow
-from ds_runtime.engine.speculate.tree import Tree
+from ds_runtime.engine.speculate.follow import Own, follow
 from ds_runtime.engine.step.inputs import read_last_tokens
-from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle, finite_rows
 from ds_runtime.engine.step.sampler import Draws
 from ds_runtime.engine.step.transfer import Upload, put
@@ -52,6 +50,7 @@ class OpByOp:
     def __init__(self, parts: Parts, prefills: PrefillGraphs | None = None) -> None:
         self._parts = parts
         self.prefills = prefills
+        self._branching = branching(parts.shape)
 
     def begin(self, handle: Handle, judges: bool) -> _Step:
         """judges: drafts are, and the draft layer runs over the step's tokens."""
@@ -67,7 +66,7 @@ class OpByOp:
             step.claims = claim(step.handle.plan, wanted, parts.width, sent, parts.simulated)
             step.own = Own.of(works, parts, sent)
         order = parts.exchange.order(works, sent)
-        added = parts.inputs.add(parts.exchange.own(works), sent, trees=parts.trees)
+        added = parts.inputs.add(parts.exchange.own(works), sent, branched=parts.branched)
         sent.send()
         step.batch = parts.batch(added, sent, order())
         drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
@@ -116,7 +115,9 @@ class OpByOp:
         if step.branch is not None and step.branch.order is not None:
             step.rows = step.own.drawn.back(step.rows, len(step.handle.wanted.draws))
             if step.batch.decode is not None:
-                move(self._parts, step.batch, step.branch, step.rows, step.own.works)
+                assert self._branching is not None
+                given = self._parts, step.batch, step.branch, step.rows, step.own.works
+                self._branching.move(*given)
 
     def tell(self, step: _Step) -> None:
         """Start to bring the host what was kept, if any work draws."""
@@ -133,9 +134,11 @@ class OpByOp:
         if step.handle.tokens:
             ids.index_copy_(0, sent[own.rows], own.drawn(step.handle.tokens[0]))
         if branch is not None and branch.order is not None:
-            came = came_from(branch, step.rows, batch.num_tokens, own.drawn)
-            batch, takes, own, sent = self._branches(step.handle.plan.works)
-            ids, hidden = ids[takes], hidden[came[takes]]
+            assert self._branching is not None
+            given = self._parts, step.handle.plan.works, branch, step.rows, own, batch.num_tokens
+            cut = self._branching.as_chains(*given)
+            batch, own, sent = cut.batch, cut.own, cut.sent
+            ids, hidden = ids[cut.takes], hidden[cut.came]
         last = sent[own.firsts]
         if branch is not None:
             last = last + own.works(branch.accepted)
@@ -148,22 +151,8 @@ class OpByOp:
         parts, (tail, logits, order) = self._parts, step.behind
         assert step.drafting is not None and logits is not None
         drafts = step.handle.plan.drafts
-        made = Chain(parts, drafts) if parts.trees is None else Tree(parts)
+        made = self._branching.drafts(parts) if self._branching else Chain(parts, drafts)
         step.drafting.run(made, tail, logits, order)
-
-    def _branches(self, works: Sequence[Work]) -> tuple[Batch, Tensor, Own, Upload]:
-        """The step as if each tree had been a chain, which its branch begins with: its batch and
-        the rows of the step that it takes.
-        """
-        parts, sent = self._parts, Upload(self._parts.device)
-        assert parts.shape is not None
-        cut, _ = cut_to_branches(works, parts.shape.steps + 1)
-        _, rows = cut_to_branches(parts.exchange.own(works), parts.shape.steps + 1)
-        own, takes = Own.of(cut, parts, sent), sent.add(np.array(rows, np.int64))
-        order = parts.exchange.order(cut, sent)
-        added = parts.inputs.add(parts.exchange.own(cut), sent)
-        sent.send()
-        return parts.batch(added, sent, order()), sent[takes], own, sent
 
     def _logits(self, step: _Step, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""

@@ -21,8 +21,8 @@ from ds_runtime.engine.capture.recorder import Checking, Recorder
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.device.replayed import Replayed, decode_step
+from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Chain, Drafts
-from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import StepPlan
 from ds_runtime.engine.step.result import Handle
@@ -128,12 +128,11 @@ class Programs:
         """Places for all that will be captured. choices: how many tokens steps draft."""
         parts, queries, fits = self._parts, self._queries[-1], self.sizes
         self._results = Results.of(parts, max(fits, default=0), queries)
-        alone = parts.draft is None
+        alone, ways = parts.draft is None, branching(parts.shape)
         for size in fits:
             for drafts in choices:
                 if drafts:
-                    tree = parts.trees is not None
-                    made = Tree(parts, size) if tree else Chain(parts, drafts, size)
+                    made = ways.drafts(parts, size) if ways else Chain(parts, drafts, size)
                     self.drafting[size, drafts] = made
             for count in self._queries:
                 drafting = {n: made for (s, n), made in self.drafting.items() if s == size}

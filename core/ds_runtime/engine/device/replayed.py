@@ -3,7 +3,7 @@
 The forward is one recording. Without a draft layer draws follow it op by op, or in a recording of
 their own where masks go with them. With one, chains are drawn and judged in a second recording, if
 nothing else goes with their draws; the third is the draft layer's run over the same tokens, and
-drafts are made by `Chain` or `Tree` once the host knows how many were kept.
+drafts are made once the host knows how many were kept.
 
 Dummies write nothing, read one token of a page that belongs to nobody, and begin with a row of
 `last_tokens` that belongs to nobody.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results, draw
+from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Drafting, Drafts
 from ds_runtime.engine.speculate.verdict import Judged, Verdict
 from ds_runtime.engine.step.inputs import Added, read_last_tokens
@@ -64,7 +65,7 @@ class Replayed:
         self.size, self.queries = size, queries
         self._parts, self._results, self._drafting = parts, results, drafting
         self._frame = parts.frame(size, queries, adapts=parts.adapts)
-        self._trees = parts.trees if queries > 1 else None
+        self._branched = parts.branched if queries > 1 else None
         own, every = size * queries, size * queries * parts.exchange.groups
         self.logits, self.finite = results.logits[:every], results.finite[:every]
         # Inputs, the table as narrow as a step needs it, and what draws need.
@@ -73,15 +74,15 @@ class Replayed:
         self.masked = MaskedDraw(parts.sampler.ops, self.logits) if masked else None
         self.verdict: Verdict | None = None
         if parts.draft is not None:
-            trees = self._trees is not None
-            self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, trees)
+            ways = None if self._branched is None else branching(parts.shape)
+            self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, ways)
         self.replay: Phase | None = None
 
     def _add(self, works: Sequence[Work], upload: Upload) -> tuple[Added, Pending]:
         """A step's inputs: the first arrays of its upload."""
         parts, exchange = self._parts, self._parts.exchange
         order = exchange.captured(works, self.size, self.queries, parts.adapts, upload)
-        return parts.inputs.add(exchange.own(works), upload, self._frame, self._trees), order
+        return parts.inputs.add(exchange.own(works), upload, self._frame, self._branched), order
 
     def capture(self, recorder: Recorder) -> None:
         """Run a step of dummies alone, then record it."""

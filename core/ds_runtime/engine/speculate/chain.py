@@ -64,8 +64,8 @@ class Drafts:
         raise NotImplementedError
 
     def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
-        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and of
-        trees likewise the parents.
+        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and
+        where they branch likewise the parents.
         """
         raise NotImplementedError
 
