@@ -207,7 +207,7 @@ ENGINE: tuple[Fault, ...] = (
     ),
     Fault(
         "a level of a tree reads where the one before it no longer writes",
-        "core/ds_runtime/engine/speculate/tree.py",
+        "core/ds_runtime/engine/trees/drafting.py",
         "if any(map(given_up, self._runs)):",
         "if not self._runs:",
         ("tests/plugins/test_cpu_graphs.py",),

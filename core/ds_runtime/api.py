@@ -53,6 +53,7 @@ from ds_runtime.ops.kernel import (
     Compiles,
     Footprint,
     Layout,
+    Promises,
     RowRange,
 )
 from ds_runtime.ops.provider import Declared, Provider
@@ -223,6 +224,7 @@ __all__ = [
     "Polled",
     "PrefillPart",
     "PrefixChunk",
+    "Promises",
     "Provider",
     "QuantLoader",
     "Recorded",

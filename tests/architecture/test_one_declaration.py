@@ -131,6 +131,7 @@ sys.meta_path.insert(0, PathFinder)  # the copy comes before the tree, however t
 import torch
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.plugins.manager import load_plugins
@@ -159,7 +160,8 @@ for subject in found[:3]:
     assert len(cases) == 3
     for kernel, case in cases:
         check_case(kernel, case).raise_if_failed()
-    assert check_rows(replace(subject, kernel=replace(subject.kernel, batch_invariant=True)))
+    promised = replace(subject.kernel, promises=Promises(batch_invariant=True))
+    assert check_rows(replace(subject, kernel=promised))
 print("served")
 """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Kernel, Offers
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.ops.reference import norm
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
@@ -23,7 +24,7 @@ from ds_runtime_kit.checks.replay import ReplayBackend
 
 HOST = DeviceInfo("cpu", "host", "any")
 REFERENCES = [
-    k for k in load_plugins(()).offers(facts_for(HOST, "float32")).kernels if k.graph_safe
+    k for k in load_plugins(()).offers(facts_for(HOST, "float32")).kernels if k.promises.graph_safe
 ]
 
 
@@ -49,9 +50,9 @@ def test_those_that_do_not_are_not() -> None:
     """A reference that could be captured would be refused for nothing."""
     offers = load_plugins(()).offers(facts_for(HOST, "float32"))
     for kernel in offers.kernels:
-        if kernel.graph_safe or kernel.op.name in ALONE:
+        if kernel.promises.graph_safe or kernel.op.name in ALONE:
             continue
-        said = replace(kernel, graph_safe=True)
+        said = replace(kernel, promises=Promises())
         results = check_captures(said, own_facts(kernel, "float32"), ReplayBackend(), offers)
         assert any(not r.ok for r in results), kernel.name
 
@@ -97,7 +98,7 @@ def _devices() -> Iterator[tuple[Platform, Facts, Offers, Kernel]]:
             for kernel in offers.kernels:
                 own_width = kernel.op.layout or kernel.op.name in ("mla_absorb", "rope")
                 if (
-                    kernel.graph_safe
+                    kernel.promises.graph_safe
                     and kernel.provider != "cpu"
                     and (width == "small" or own_width)
                 ):

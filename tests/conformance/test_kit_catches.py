@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contract import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
-from ds_runtime.ops.kernel import Footprint
+from ds_runtime.ops.kernel import Footprint, Promises
 from ds_runtime.ops.reference import norm, sampling
 from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.attention.cache import cache_write as reference_write
@@ -248,11 +248,12 @@ def fails(facts: Facts) -> str | None:
 right = norm.rms_norm
 RightLinear = linear.ReferenceLinear
 
+OWN, PART = Promises(batch_invariant=True), Promises(skips_absent=True)
 WRONG: list[tuple[str, str, Any, dict[str, Any], str]] = [
     ("samples", "rms_norm", needs_a_token, {}, "empty grid"),
     ("samples", "experts", DividesByTokensOfAnExpert, {}, "NaN in the result"),
-    ("samples", "experts", TakesTheNearestOfOthers, {"skips_absent": True}, "relative error"),
-    ("samples", "experts", WritesOnlyTokensWithExperts, {"skips_absent": True}, "relative error"),
+    ("samples", "experts", TakesTheNearestOfOthers, {"promises": PART}, "relative error"),
+    ("samples", "experts", WritesOnlyTokensWithExperts, {"promises": PART}, "relative error"),
     ("samples", "mla_decode", AssumesPagesInARow, {}, "result 0"),
     ("samples", "mla_decode", LosesTheLastFullPage, {}, "relative error"),
     ("samples", "mla_decode", MasksByMultiplying, {}, "NaN in the result"),
@@ -261,9 +262,9 @@ WRONG: list[tuple[str, str, Any, dict[str, Any], str]] = [
     ("weights", "linear", HangsItOnTheTensor, {}, "relative error"),
     ("weights", "linear", KeepsTheLastWeight, {}, "call"),
     ("weights", "linear", KeepsTheLastWeight, {"formats": DENSE}, "relative error"),
-    ("rows", "rms_norm", rounds_otherwise_in_company, {"batch_invariant": True}, "alone differ"),
-    ("rows", "mla_decode", DecodesOtherwiseInCompany, {"batch_invariant": True}, "alone differ"),
-    ("rows", "cache_write", reference_write, {"batch_invariant": True}, "knows no rows of cache_w"),
+    ("rows", "rms_norm", rounds_otherwise_in_company, {"promises": OWN}, "alone differ"),
+    ("rows", "mla_decode", DecodesOtherwiseInCompany, {"promises": OWN}, "alone differ"),
+    ("rows", "cache_write", reference_write, {"promises": OWN}, "knows no rows of cache_w"),
     ("rows", "sample", draws_for_the_batch, {}, "alone differ"),
     ("codes", "experts", ScalesByTheLargestRow, TAKES, "codes of row 0 alone differ"),
     ("codes", "experts", ReadsCodesAsIfTheyTouched, TAKES, "other bits than those of apply"),
@@ -337,10 +338,10 @@ def test_every_question_has_a_wrong_kernel() -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "linear", "mla_decode"])
 def test_a_right_kernel_passes_them_all(op: str) -> None:
     fn = {"rms_norm": right, "linear": RightLinear, "mla_decode": attention.ReferenceMlaDecode}[op]
-    declared = {"rank": RANK_PORTABLE, "graph_safe": op != "mla_decode"}
+    declared = {"rank": RANK_PORTABLE, "promises": Promises(graph_safe=op != "mla_decode")}
     if op == "rms_norm":
         declared |= {
-            "batch_invariant": True,
+            "promises": OWN,
             "footprint": Footprint(workspace=lambda facts, rows: (rows + 1) * 576 * 32),
         }
     kernel = kernel_of(op, fn, **declared)

@@ -23,7 +23,7 @@ from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Offers, Site
-from ds_runtime.ops.kernel import Footprint, Layout, RowRange
+from ds_runtime.ops.kernel import Footprint, Layout, Promises, RowRange
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
@@ -51,9 +51,9 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
 BESIDE = Footprint(beside=0.75)
 
 
-def asking(first, below=0):
+def asking(first, below=0, bits=""):
     """For calls of so many rows of the shared packing."""
-    return RowRange("rows.v9", first, below)
+    return RowRange("rows.v9", first, below, bits=bits)
 
 
 def kernel(op: str, provider: str = "mine", rank: int = 20, **more: object) -> Kernel:
@@ -146,7 +146,7 @@ def test_what_is_not_declared_is_refused(sites, more: dict[str, object], said: s
 )
 def test_requirements_of_the_process(sites, fact: str, declared: str, said: str) -> None:
     embed = Site("embed", -1, "embed_tokens")
-    offers = [kernel("embed", **{declared: False})]
+    offers = [kernel("embed", promises=Promises(**{declared: False}))]
     decode = [s for s in sites if s.op == "mla_decode"][:1]
     safe = kernel("mla_decode", "safe")
     assert chosen(bind([*decode, embed], *offers, safe), "embed") == {"mine.embed"}

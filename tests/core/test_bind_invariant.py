@@ -18,18 +18,23 @@ from ds_runtime.description.sites import DRAFT
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import decide_all, refusals
 from ds_runtime.ops.contract import Gates, Offers, Site
-from ds_runtime.ops.kernel import Layout
+from ds_runtime.ops.kernel import Layout, Promises
 from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.parallel.world import World
 
 V3 = Path(__file__).parents[1] / "launch_lines" / "configs"
+OWN = Promises(batch_invariant=True)
 INVARIANT = replace(BASE, batch_invariant=True)
 PROMPTS = {"mha_prefill", "merge_state", "cache_gather", "sparse_prefill", "mha_prefill_quantize"}
 
 
 def own(op, provider="own", rank=10, **more):
-    return kernel(op, provider, rank, batch_invariant=True, **more)
+    return kernel(op, provider, rank, **{"promises": OWN, **more})
+
+
+def tagged(kernel, bits):
+    return replace(kernel, rows=replace(kernel.rows, bits=bits))
 
 
 def test_a_kernel_without_the_tag_is_refused_in_words_that_name_the_flag():
@@ -39,7 +44,9 @@ def test_a_kernel_without_the_tag_is_refused_in_words_that_name_the_flag():
     ]
     assert not [*refusals(kernel("rms_norm"), BASE)]
     assert not [*refusals(own("rms_norm"), INVARIANT)]
-    assert [*refusals(own("rms_norm", deterministic=False), INVARIANT)] == said
+    assert [
+        *refusals(own("rms_norm", promises=replace(OWN, deterministic=False)), INVARIANT)
+    ] == said
 
 
 def test_drafts_may_take_any_kernel():
@@ -101,7 +108,7 @@ def test_adapters_have_kernels_on_cpus(graphs):
 
 def test_a_layout_is_not_chosen_for_a_kernel_that_may_not_serve_alone(sites):  # noqa: F811
     """One for some sizes alone, ranked best, with a layout of its own."""
-    few = own("mla_decode", "few", 30, rows=asking(0, 5), bits="x", layouts={"few.v1"})
+    few = own("mla_decode", "few", 30, rows=asking(0, 5, "x"), layouts={"few.v1"})
     whole = own("mla_decode", "whole", 20, layouts={"whole.v1"})
     readers = [site for site in sites if site.op == "mla_decode"][:1]
     offered = Offers(
@@ -125,13 +132,13 @@ def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
     assert chosen(alone, "linear") == {"many.linear"} and not alone.shares
     (said,) = refusals(few, replace(INVARIANT, weight_format="dense"))
     assert said.startswith("serves calls of some sizes alone, whose bits no other kernel shares")
-    same = [replace(k, bits="rows in order") for k in (few, many)]
+    same = [tagged(k, "rows in order") for k in (few, many)]
     assert chosen(both := bind(linears, *same, base=INVARIANT), "linear") == {"few.linear"}
     assert [k.name for s in both.shares.values() for k in s.kernels] == [
         "many.linear",
         "few.linear",
     ]
-    others = replace(few, bits="another order"), same[1]
+    others = tagged(few, "another order"), same[1]
     assert not bind(linears, *others, base=INVARIANT).shares
     assert bind(linears, few, many).shares  # without the flag they may
 
@@ -139,18 +146,18 @@ def test_shares_by_rows_need_the_same_bits(sites):  # noqa: F811
 def test_a_kernel_for_some_sizes_serves_no_others(sites):  # noqa: F811
     """Not even alone, best or pinned: what it promises of a row's bits holds where it is asked."""
     linears = [site for site in sites if site.op == "linear"][:1]
-    few = own("linear", "few", 30, rows=asking(0, 5), bits="in order")
-    more = own("linear", "more", 25, rows=asking(5), bits="in order")
-    many = own("linear", "many", 20, rows=asking(0), bits="in order")
+    few = own("linear", "few", 30, rows=asking(0, 5, "in order"))
+    more = own("linear", "more", 25, rows=asking(5, bits="in order"))
+    many = own("linear", "many", 20, rows=asking(0, bits="in order"))
     others = [
-        replace(many, bits="another order"),
-        replace(many, bits=""),
+        tagged(many, "another order"),
+        tagged(many, ""),
         replace(many, rows=replace(many.rows, packing="other.v1")),
-        replace(many, batch_invariant=False),
+        replace(many, promises=Promises()),
     ]
     for other in others:
-        made = () if other.batch_invariant else (own("linear", "plain", 5),)
-        serving = "many.linear" if other.batch_invariant else "plain.linear"
+        made = () if other.promises.batch_invariant else (own("linear", "plain", 5),)
+        serving = "many.linear" if other.promises.batch_invariant else "plain.linear"
         alone = bind(linears, few, more, other, *made, base=INVARIANT)
         assert chosen(alone, "linear") == {serving} and not alone.shares
         (decision,) = alone.decisions

@@ -27,6 +27,7 @@ from ds_runtime.ops.contract import (
     Site,
 )
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.kernel import Footprint
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.hookspecs import hookimpl
 from ds_runtime.plugins.manager import load_plugins
@@ -68,16 +69,20 @@ def test_the_format_that_a_weight_is_held_in(
     name, held, decision = decided(fmt, kernel("mine", *read), compact=compact)
     assert (name, held) == ("acme.mine", want)
     assert decision.site.stored == ("" if held == fmt else fmt)
-    kept = replace(kernel("mine", *read), keeps=frozenset(read))
+    kept = replace(kernel("mine", *read), footprint=Footprint(keeps=frozenset(read)))
     name, held, decision = decided(fmt, kept, compact=compact)
     assert decision.converts.startswith(f"{fmt} → {want} (") is (held != fmt)
 
 
 def test_a_kernel_that_reads_a_format_and_holds_it_dense_says_so() -> None:
     spread = "fp8_block → dense (8 → 16 bits per weight; exact to the compute dtype)"
-    assert decided("fp8_block", kernel("mine", "fp8_block"))[2].converts == spread
-    kept = replace(kernel("mine", "fp8_block"), keeps=frozenset({"fp8_block"}))
-    assert decided("fp8_block", kept)[2].converts == ""
+    both, alone = kernel("mine", "fp8_block", "dense"), kernel("mine", "fp8_block")
+    none = replace(alone, footprint=Footprint(keeps=frozenset()))
+    for spreads in (both, none):
+        assert decided("fp8_block", spreads)[2].converts == spread
+    kept = replace(both, footprint=Footprint(keeps=frozenset({"fp8_block"})))
+    for keeps in (alone, kept):
+        assert decided("fp8_block", keeps)[2].converts == ""
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -59,7 +59,7 @@ def test_a_fixable_refusal_is_its_sentence() -> None:
 
 
 KERNELS = """
-from ds_runtime.api import Fixable, gates
+from ds_runtime.api import Fixable, Promises, gates
 
 def broken(facts): raise KeyError("arch")
 def fixed(facts):
@@ -71,7 +71,7 @@ def ds_ops():
     op = OPS["silu_mul"]
     return [
         Kernel(op, "many:near", "many", 97, gates(fixed)),
-        Kernel(op, "many:far", "many", 98, gates(never, fixed, broken), deterministic=False),
+        Kernel(op, "many:far", "many", 98, gates(never, fixed, broken), promises=Promises(False)),
         Kernel(op, "many:behind", "many", -1, gates(fixed)),
     ]
 """

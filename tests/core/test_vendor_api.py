@@ -19,9 +19,11 @@ from ds_runtime.api import (
     Dims,
     Facts,
     Fixable,
+    Footprint,
     Kernel,
     Library,
     Platform,
+    Promises,
     Provider,
     Refusal,
     checks,
@@ -39,13 +41,14 @@ from ds_runtime.plugins.manager import load_plugins
 
 DEVICE = DeviceInfo("acme", "Acme X1", "acme_x1")
 FACTS = Facts(DEVICE, Dims({"heads": 4}), dtype="bfloat16", kv_dtype="bfloat16")
+OWN = Promises(batch_invariant=True)
 ACME = Provider(
     "acme",
     "ds_runtime_acme",
     checks.devices("acme", "Acme devices", "acme_x1"),
     contracts={"route": 2},
     numerics={"fp8_block": "fp8_w8a8"},
-    declared={"compiles": Compiles(rehearsal="ahead:context"), "batch_invariant": True},
+    declared={"compiles": Compiles(rehearsal="ahead:context"), "promises": OWN},
 )
 
 
@@ -62,7 +65,7 @@ def test_an_offer_has_what_the_provider_says(op: str) -> None:
     assert kernel.contract == (2 if op == "route" else 1)
     assert kernel.phases == {"prefill", "decode", "verify"}
     assert kernel.compiles == Compiles(rehearsal="ds_runtime_acme.ahead:context")
-    assert kernel.batch_invariant
+    assert kernel.promises.batch_invariant
 
 
 @given(st.sets(st.sampled_from(["dense", "fp8_block", "int8_channel", "mxfp4"])))
@@ -71,7 +74,8 @@ def test_who_reads_dense_weights_keeps_no_other_encoding(formats: set[str]) -> N
     assert kernel.formats == formats
     assert kernel.keeps == (set() if "dense" in formats else formats)
     assert kernel.numerics == ("fp8_w8a8" if formats == {"fp8_block"} else "")
-    own = ACME.offer("linear", "m:f", RANK_SPECIALISED, formats=formats, keeps=(), numerics="x")
+    none = Footprint(keeps=frozenset())
+    own = ACME.offer("linear", "m:f", 30, formats=formats, footprint=none, numerics="x")
     assert own.keeps == set() and own.numerics == "x"
 
 

@@ -25,6 +25,7 @@ from ds_runtime.description.hf import load_config
 from ds_runtime.engine.capture.recorder import Recorder
 from ds_runtime.errors import PluginError
 from ds_runtime.ops.contract import FP8_GROUPS
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu import kernels, native, small
@@ -45,7 +46,7 @@ EAGER = ("mha_prefill", "sparse_prefill")  # prefills are not captured
 
 @pytest.mark.parametrize(
     "kernel",
-    [k for k in OFFERED if k.graph_safe and k.op.name not in EAGER],
+    [k for k in OFFERED if k.promises.graph_safe and k.op.name not in EAGER],
     ids=lambda k: f"{k.op.name}-{k.name}",
 )
 def test_what_a_step_calls_is_recorded(kernel):
@@ -63,13 +64,15 @@ def test_what_a_step_calls_is_recorded(kernel):
     assert ran or kernel.refuse(facts_for(CpuPlatform().info(), "bfloat16")) is not None
 
 
-@pytest.mark.parametrize("kernel", [k for k in OFFERED if not k.graph_safe], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kernel", [k for k in OFFERED if not k.promises.graph_safe], ids=lambda k: k.name
+)
 def test_what_says_that_it_cannot_be_cannot(kernel):
     facts = facts_for(CpuPlatform().info(), "bfloat16")
     if kernel.refuse(facts) is not None:
         pytest.skip("it does not run here")
     found = check_captures(
-        replace(kernel, graph_safe=True), facts, HostGraphs(), load_plugins().offers(facts)
+        replace(kernel, promises=Promises()), facts, HostGraphs(), load_plugins().offers(facts)
     )
     assert any(not r.ok for r in found)
 
@@ -194,7 +197,7 @@ def test_code_of_its_own_is_seen():
     def run():
         ctypes.memmove(out.data_ptr(), x.data_ptr(), 16)
 
-    with pytest.raises(CaptureError, match=r"2 addresses .* graph_safe=False"):
+    with pytest.raises(CaptureError, match=r"2 addresses .* Promises\(graph_safe=False\)"):
         HostGraphs().capture(run)
     weight = torch.ones(4)
 

@@ -88,4 +88,4 @@ def test_rows_of_a_linear_of_few_bits(fmt: str) -> None:
 
 def test_it_is_what_the_kernel_declares() -> None:
     (declared,) = (k for k in LINEAR_KERNELS if k.name == "cpu.linear_native")
-    assert declared.batch_invariant
+    assert declared.promises.batch_invariant

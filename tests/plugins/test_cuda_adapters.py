@@ -74,7 +74,9 @@ def test_an_adapter_conforms(kernel):
     assert ran >= 2, "no sample was accepted"
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.takes_codes], ids=lambda k: k.fn)
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.promises.takes_codes], ids=lambda k: k.fn
+)
 def test_codes_in_place_of_rows_give_the_same_bits(kernel):
     facts = facts_for(device(arch_of(kernel)), "bfloat16")
     found = check_codes(Subject(kernel, facts, load_plugins(()).offers(facts), "small"))

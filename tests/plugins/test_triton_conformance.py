@@ -8,6 +8,7 @@ import pytest
 from interpreter import DEVICE, faithful, needs_triton
 
 from ds_runtime.ops.contract import FP8_GROUPS
+from ds_runtime.ops.kernel import Promises
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.codes import Coded
@@ -56,7 +57,8 @@ def _short(kernel, case):
 def some(ops, dtype, dims=SMALL_DIMS, page=4, kv="", marks=()):
     """Cases of these ops, each once: running in the interpreter is always repeatable."""
     facts = facts_for(DEVICE, dtype, dims, page, kv)
-    once = [replace(k, deterministic=False) for k in ALL if k.op.name in ops]
+    alone = Promises(deterministic=False)
+    once = [replace(k, promises=alone) for k in ALL if k.op.name in ops]
     for kernel, case in cases_for(once, facts):
         long = not case.label.startswith(_short(kernel, case))
         some_marks = [*marks, pytest.mark.slow] if long else marks
@@ -108,7 +110,7 @@ def test_the_whole_vocabulary_is_offered():
     ("kernel", "case"),
     [
         pytest.param(kernel, case, id=case_id(case))
-        for kernel, case in cases_for((k for k in ALL if k.takes_codes), BF16)
+        for kernel, case in cases_for((k for k in ALL if k.promises.takes_codes), BF16)
     ],
 )
 def test_codes_in_place_of_rows_give_the_same_bits(kernel, case):

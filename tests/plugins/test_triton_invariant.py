@@ -32,7 +32,7 @@ from ds_runtime_triton.quant import quantize_group
 
 pytestmark = needs_triton
 ELEMENTWISE = frozenset({"sample", "route", "logprobs", "mask_logits"})  # slow here, and as ever
-OWN = [k for k in (*ALL, *ORDERED) if k.batch_invariant and k.op.name not in ELEMENTWISE]
+OWN = [k for k in (*ALL, *ORDERED) if k.promises.batch_invariant and k.op.name not in ELEMENTWISE]
 
 
 def cases(dtype):
@@ -146,4 +146,5 @@ def test_every_op_of_a_model_has_such_a_kernel():
     needed = {"embed", "linear", "rms_norm", "add_rms_norm", "mla_absorb", "mla_decode", "experts"}
     needed |= {"index_prologue", "index_scores", "index_topk", "sparse_decode"}
     needed |= {"mla_prologue", "silu_mul", "router_logits", "route", "sample", "logprobs"}
-    assert needed <= {k.op.name for k in (*ALL, *ORDERED) if k.batch_invariant} <= OPS.keys()
+    own = {k.op.name for k in (*ALL, *ORDERED) if k.promises.batch_invariant}
+    assert needed <= own <= OPS.keys()

@@ -29,7 +29,7 @@ def takes_codes(assembly: Assembly) -> bool:
         if kernel is not None and kernel.op.absent:
             both = shares.get((site.op, site.layer, site.module))
             kernels += (kernel,) if both is None else both.kernels
-    return bool(kernels) and all(kernel.takes_codes for kernel in kernels)
+    return bool(kernels) and all(kernel.promises.takes_codes for kernel in kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Crossing:
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
     ranks in their order (`parallel/in_order.py`); at_once: few values by one kernel, in float32.
     routed: layers whose experts are divided by number, where weights and ids of experts cross with
-    each row; choices: bytes of these, and of what fills up the row; coded: bytes that a row's hidden
-    state is less there, as FP8 codes with their scales.
+    each row; choices: bytes of these, and of what fills up the row; coded: bytes that a row's
+    hidden state is less there, as FP8 codes with their scales.
     """
 
     mesh: Mesh

@@ -103,7 +103,7 @@ def _unsafe(binding: Binding) -> str:
     found = {
         f"{site.op} ({kernel.name})": None
         for site, kernel in binding.choices
-        if kernel is not None and not kernel.graph_safe and site.is_captured
+        if kernel is not None and not kernel.promises.graph_safe and site.is_captured
     }
     return f"not safe under graph capture: {', '.join(found)}" if found else ""
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from ds_runtime.ops.declare import Op
-from ds_runtime.ops.kernel import Compiles, Footprint, Layout, RowRange
+from ds_runtime.ops.kernel import Compiles, Footprint, Layout, Promises, RowRange
 
 API_VERSION = 1
 
@@ -235,18 +235,13 @@ class Kernel:
     """One implementation of one op, offered by one plugin: `fn`, lazy, `"module:attr"`.
 
     `refuse(facts)`: None or a sentence; `gates` joins several. `formats` are the weight formats
-    that `pack` reads (ops that own weights), `keeps` those that stay packed in their own encoding
-    (others in the compute dtype), `layouts` the tags of the shared layouts that it reads or writes.
-    What is not declared is refused. `contract` is the version of the contract that it was written
-    for. `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
-    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a
-    row's bits depend on that row alone, not on how many others there are, where `Facts.own_bits`
-    asks for it; conformance holds a kernel to it. `skips_absent`: experts of number −1, which other
-    ranks have, add nothing; a kernel that does not say so is not bound where ranks divide experts
-    by number. `takes_codes`: has what QuantizedExperts lists, so that ranks may send each other
-    codes. `bits`: kernels of an op with the same tag give a row the same bits, and may divide calls
-    by rows there. `rows` says which calls it serves where several divide them, `footprint` what it
-    takes and reads of memory, and `compiles` how calls are compiled before they are needed.
+    that `pack` reads (ops that own weights), `layouts` the tags of the shared layouts that it reads
+    or writes. What is not declared is refused. `contract` is the version of the contract that it
+    was written for. `numerics` names the row of the op's tolerance that applies where the
+    arithmetic is coarser than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
+    `promises` says what holds in every call, `rows` which calls it serves where several divide
+    them, `footprint` what it takes and reads of memory, and `compiles` how calls are compiled
+    before they are needed.
     """
 
     op: Op
@@ -255,18 +250,12 @@ class Kernel:
     rank: int = RANK_PLATFORM
     refuse: Gate = _accept
     formats: frozenset[str] = frozenset()
-    keeps: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     phases: frozenset[str] = frozenset({"prefill", "decode"})
-    deterministic: bool = True
-    graph_safe: bool = True
-    batch_invariant: bool = False
-    skips_absent: bool = False
-    takes_codes: bool = False
-    bits: str = ""
     note: str = ""
     contract: int = 1
     numerics: str = ""
+    promises: Promises = field(default_factory=Promises)
     rows: RowRange = field(default_factory=RowRange)
     footprint: Footprint = field(default_factory=Footprint)
     compiles: Compiles = field(default_factory=Compiles)
@@ -274,6 +263,13 @@ class Kernel:
     @property
     def name(self) -> str:
         return f"{self.provider}.{self.fn.rsplit(':', 1)[-1]}"
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        """The weight formats that stay packed in their own encoding (`Footprint.keeps`)."""
+        if self.footprint.keeps is not None:
+            return self.footprint.keeps
+        return frozenset() if "dense" in self.formats else self.formats
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a kernel says of itself, by groups: its rows, its memory, its compilation. Torch-free."""
+"""What a kernel says of itself, by groups: its promises, rows, memory, compilation. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 
 
 @dataclass(frozen=True, slots=True)
+class Promises:
+    """What holds in every call. The binder refuses a kernel where a run needs what it lacks.
+
+    `deterministic`: the same bits in every run (`Facts.deterministic` needs it). `graph_safe`:
+    calls may be recorded and replayed (`Facts.graph_capture`). `batch_invariant`: a row's bits
+    depend on that row alone, not on how many others there are (`Facts.own_bits`). `skips_absent`:
+    experts of number −1, which other ranks have, add nothing; needed where ranks divide experts by
+    number. `takes_codes`: has what QuantizedExperts lists, so that ranks may send each other
+    codes. Conformance holds a kernel to each.
+    """
+
+    deterministic: bool = True
+    graph_safe: bool = True
+    batch_invariant: bool = False
+    skips_absent: bool = False
+    takes_codes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RowRange:
     """The calls of a place that a kernel takes, if several kernels divide them by rows.
 
@@ -25,13 +44,15 @@ class RowRange:
     and fewer than `below` (0: no bound), and one without bounds, which packs, the rest (without
     one, the best of them does). Functions need no packing: those that rank before the first without
     bounds divide its calls so. `methods`: those of which the bounds hold; empty: all. Others are
-    served by the one that packs, for any number of rows.
+    served by the one that packs, for any number of rows. `bits`: kernels of an op with the same tag
+    give a row the same bits, and may divide calls where rows must have bits of their own.
     """
 
     packing: str = ""
     first: int = 0
     below: int = 0
     methods: frozenset[str] = frozenset()
+    bits: str = ""
 
     @property
     def bounded(self) -> bool:
@@ -47,18 +68,21 @@ class RowRange:
 class Footprint:
     """The memory that a kernel takes, and the bytes that its calls read.
 
-    `copies` says how often `pack` keeps the weight (laid out for several uses). `beside`, of a
-    kernel that reads a weight of a shared packing in a form of its own, is how much that takes as
-    a share of the weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which
-    is called once the weight is packed, by whichever kernel, and adds the form if it can, and
-    `serves(rows, packed)`, which says whether a call within its bounds is one for it. Where memory
-    has no room, it is refused. `workspace(facts, rows)` gives the bytes that a call of so many rows
-    holds at most beyond its arguments, weights and results; None says nothing. Conformance holds a
-    kernel to it. `reads(facts)`, of a kernel that may pack weights tighter than their own format,
-    is the share of that format's bytes that its calls read then. It says what a step must read; the
+    `keeps`: the formats that stay packed in their own encoding; others are held in the compute
+    dtype. None: none where the kernel reads dense weights, otherwise all that it reads. `copies`
+    says how often `pack` keeps the weight (laid out for several uses). `beside`, of a kernel that
+    reads a weight of a shared packing in a form of its own, is how much that takes as a share of
+    the weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called
+    once the weight is packed, by whichever kernel, and adds the form if it can, and `serves(rows,
+    packed)`, which says whether a call within its bounds is one for it. Where memory has no room,
+    it is refused. `workspace(facts, rows)` gives the bytes that a call of so many rows holds at
+    most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel to
+    it. `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the
+    share of that format's bytes that its calls read then. It says what a step must read; the
     estimate of memory does not count on it.
     """
 
+    keeps: frozenset[str] | None = None
     copies: float = 1
     beside: float = 0
     workspace: Callable[[Any, int], int] | None = None

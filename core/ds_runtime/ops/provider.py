@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict, Unpack
 
 from ds_runtime.ops.contract import Gate, Kernel, gates
-from ds_runtime.ops.kernel import Compiles, Footprint, RowRange
+from ds_runtime.ops.kernel import Compiles, Footprint, Promises, RowRange
 from ds_runtime.ops.table import OPS
 
 PHASES = frozenset({"prefill", "decode", "verify"})
@@ -21,24 +21,18 @@ class Declared(TypedDict, total=False):
     """
 
     formats: Collection[str]
-    keeps: Collection[str]
     layouts: Collection[str]
     phases: Collection[str]
-    deterministic: bool
-    graph_safe: bool
-    batch_invariant: bool
-    skips_absent: bool
-    takes_codes: bool
-    bits: str
     note: str
     contract: int
     numerics: str
+    promises: Promises
     rows: RowRange
     footprint: Footprint
     compiles: Compiles
 
 
-_SETS = frozenset({"formats", "keeps", "layouts", "phases"})
+_SETS = frozenset({"formats", "layouts", "phases"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +62,12 @@ class Provider:
         """Returns the offer of the kernel `fn`, "module:attr" below the package, for an op.
 
         `each`: gates behind the provider's own. `declared`: fields of `Kernel`, instead of what the
-        provider has. Where it does not say what the kernel keeps (`keeps`), one that reads dense
-        weights keeps nothing else in its own encoding, and any other keeps all of its `formats`.
-        Raises KeyError for an unknown op, TypeError for an unknown field.
+        provider has. Raises KeyError for an unknown op, TypeError for an unknown field.
         """
         says: dict[str, Any] = {**self.declared, **declared}
         formats = frozenset(says.get("formats", ()))
         says.setdefault("phases", self.phases)
         says.setdefault("contract", self.contracts.get(op, 1))
-        says.setdefault("keeps", frozenset() if "dense" in formats else formats)
         says.setdefault("layouts", {self.layouts[kind]} if (kind := OPS[op].layout) else ())
         if len(formats) == 1:
             says.setdefault("numerics", self.numerics.get(next(iter(formats)), ""))

@@ -83,7 +83,7 @@ class Verdict:
             "numerics": "" if kernel is None else kernel.numerics,
             "dtypes": list(self.dtypes),
             "formats": list(self.formats),
-            "batch_invariant": kernel is not None and kernel.batch_invariant,
+            "batch_invariant": kernel is not None and kernel.promises.batch_invariant,
             "cases": len(self.results),
             "checks": asked,
             "skipped": self.skipped,

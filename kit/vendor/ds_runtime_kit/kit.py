@@ -111,9 +111,9 @@ def check_weights(subject: Subject) -> list[CaseResult]:
 def check_rows(subject: Subject) -> list[CaseResult]:
     """Batch-invariance bits, where the kernel declares them or its contract asks for them."""
     kernel, found = subject.kernel, []
-    if not kernel.batch_invariant and not kernel.op.own_rows:
+    if not kernel.promises.batch_invariant and not kernel.op.own_rows:
         return []
-    facts = replace(subject.facts, batch_invariant=kernel.batch_invariant)
+    facts = replace(subject.facts, batch_invariant=kernel.promises.batch_invariant)
     cases = cases_for((kernel,), facts)
     if cases and not rows.can_be_taken_apart(kernel.op):
         lacks = f"declares batch_invariant, and its contract knows no rows of {kernel.op.name}"
@@ -149,7 +149,7 @@ def check_memory(subject: Subject) -> list[CaseResult]:
 def check_codes(subject: Subject) -> list[CaseResult]:
     """Codes in place of rows give the same bits, where the kernel declares that it takes them."""
     kernel, found, made = subject.kernel, [], False
-    if not kernel.takes_codes:
+    if not kernel.promises.takes_codes:
         return []
     for _, case in cases_for((kernel,), subject.facts):
         coded: list[Coded] = []
@@ -170,7 +170,7 @@ def check_codes(subject: Subject) -> list[CaseResult]:
 
 def check_capture(subject: Subject, backend: GraphBackend) -> list[CaseResult]:
     """Capture, new inputs, replay: the bits of a plain call, and nothing allocated that stays."""
-    if not subject.kernel.graph_safe:
+    if not subject.kernel.promises.graph_safe:
         return []
     ran = check_captures(subject.kernel, subject.facts, backend, subject.offers)
     return [replace(r, check="capture") for r in ran]

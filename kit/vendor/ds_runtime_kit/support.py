@@ -91,7 +91,7 @@ def _ask(kernel: Kernel, base: Facts, device: str, found: dict[tuple[str, str, s
     for fmt in sorted(kernel.formats) or ("",):
         facts = replace(base, weight_format=fmt, shape=SHAPES.get(op, ()))
         if refusal(kernel, facts) is None:
-            says = kernel.batch_invariant, kernel.skips_absent
+            says = kernel.promises.batch_invariant, kernel.promises.skips_absent
             row = Row(op, kernel.name, kernel.rank, fmt, {}, *says)
             row = found.setdefault((op, kernel.name, fmt), row)
             row.devices.setdefault(dtype, []).append(device)

@@ -106,7 +106,7 @@ class _Steps(Recording):
         if self._open:
             raise CaptureError(
                 f"{len(self._open)} addresses of tensors were read for what is not recorded: a "
-                "kernel that computes in code of its own declares graph_safe=False"
+                "kernel that computes in code of its own declares Promises(graph_safe=False)"
             )
         self._close()
         return self._parts

@@ -22,6 +22,7 @@ from ds_runtime.api import (
     Footprint,
     Gate,
     Kernel,
+    Promises,
     Provider,
     checks,
     gates,
@@ -31,6 +32,9 @@ from ds_runtime_cpu import machine, native
 
 _FORMATS = {"dense", "fp8_block", "int8_channel", "int4_group"}
 _DENSE = {"dense", "fp8_block"}
+_CODES = frozenset({"fp8_block", "mxfp4"})  # that panels keep
+_OWN = Promises(batch_invariant=True)
+_ANY_PART = Promises(batch_invariant=True, skips_absent=True)
 _SCALED_PAGES, _EXPANDED_PAGES = {"latent_fp8_groups.v1"}, {"expanded_pages.v1"}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _TIGHT = "bfloat16 weights take 12 bits, without loss, where the processor multiplies their pairs"
@@ -196,7 +200,7 @@ def _native(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kern
 def _in_order(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
     """Native: each element of a result is summed in the order that any other number of rows, or of
     sequences, would have."""
-    says: Declared = {"batch_invariant": True, **declared}
+    says: Declared = {"promises": _OWN, **declared}
     return _native(op, fn, *each, **says)
 
 
@@ -208,16 +212,15 @@ def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kern
 
 
 def _panels(op: str, fn: str, **declared: Unpack[Declared]) -> Kernel:
-    """A kernel that keeps fp8 blocks and fp4 as they are."""
-    own = {"fp8_block", "mxfp4"}
-    kept: Declared = {"formats": {"dense", *own}, "keeps": own, "note": _PANELS}
-    says: Declared = {**kept, "footprint": Footprint(reads=_reads), **declared}
+    """A kernel that keeps fp8 blocks and fp4 as they are, and sums as `_in_order`."""
+    said: Declared = {"formats": {"dense", *_CODES}, "note": _PANELS, "promises": _OWN}
+    says: Declared = {**said, "footprint": Footprint(keeps=_CODES, reads=_reads), **declared}
     return _native(op, fn, **says)
 
 
 def _by_host(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
     """It looks at values to decide what to call: no recording of that would serve another step."""
-    says: Declared = {"graph_safe": False, **declared}
+    says: Declared = {"promises": Promises(graph_safe=False), **declared}
     return cpu.offer(op, fn, RANK_PLATFORM, *each, **says)
 
 
@@ -231,8 +234,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "mla_absorb",
         "absorb:mla_absorb_native",
         formats=_FORMATS,
-        keeps={"fp8_block"},
-        footprint=Footprint(copies=1.5, workspace=_nothing, reads=_reads),
+        footprint=Footprint(frozenset({"fp8_block"}), 1.5, workspace=_nothing, reads=_reads),
         note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode; "
         f"{_TIGHT}",
     ),
@@ -284,9 +286,9 @@ MOE: tuple[Kernel, ...] = (
         spec
         for op, at in (("experts", "experts"), ("experts_limited", "limited"))
         for spec in (
-            _panels(op, f"experts:{at}_native", batch_invariant=True, skips_absent=True),
+            _panels(op, f"experts:{at}_native", promises=_ANY_PART),
             *(
-                _in_order(op, f"experts:{at}_{name}", formats={form}, note=_A8, skips_absent=True)
+                _in_order(op, f"experts:{at}_{name}", formats={form}, note=_A8, promises=_ANY_PART)
                 for name, form in (("int8", "int8_channel"), ("int4", "int4_group"))
             ),
         )
@@ -308,7 +310,7 @@ MOE: tuple[Kernel, ...] = (
         _onednn,
         formats=_FORMATS,
         note=_FP8,
-        skips_absent=True,
+        promises=Promises(graph_safe=False, skips_absent=True),
     ),
 )
 ROUTING: tuple[Kernel, ...] = (
@@ -320,16 +322,14 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
     _panels(
         "linear",
         "linear:linear_native",
-        batch_invariant=True,
-        footprint=Footprint(workspace=_nothing, reads=_reads),
+        footprint=Footprint(keeps=_CODES, workspace=_nothing, reads=_reads),
     ),
     _in_order("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
     _in_order("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
     _panels(
         "grouped_linear",
         "linear:grouped_linear",
-        batch_invariant=True,
-        footprint=Footprint(workspace=_nothing, reads=_reads),
+        footprint=Footprint(keeps=_CODES, workspace=_nothing, reads=_reads),
     ),
     *(
         _in_order("grouped_linear", f"linear:grouped_linear_{name}", formats={form}, note=_A8)
@@ -349,8 +349,7 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
             f"lora:{fn}",
             rank,
             _needs_native,
-            batch_invariant=True,
-            graph_safe=safe,
+            promises=Promises(batch_invariant=True, graph_safe=safe),
         )
         for fn, rank, safe in (
             ("lora_delta_ordered", RANK_PORTABLE - 1, False),

@@ -25,6 +25,7 @@ from ds_runtime.api import (
     Footprint,
     Gate,
     Kernel,
+    Promises,
     RowRange,
     checks,
 )
@@ -221,9 +222,12 @@ ATTENTION: tuple[Kernel, ...] = (
         has(FLASHINFER, "BatchPrefillWithRaggedKVCacheWrapper"),
         HALVES,
         HEADS_192,
-        graph_safe=False,
+        promises=Promises(graph_safe=False),
     ),
 )
+
+# Experts of other ranks are left out, and rows may come as FP8 codes
+_CODED_PARTS = Promises(skips_absent=True, takes_codes=True)
 
 
 def _streamed(
@@ -246,8 +250,7 @@ def _streamed(
         few_experts,
         *each,
         formats=formats,
-        skips_absent=True,
-        takes_codes=formats == FP8,
+        promises=Promises(skips_absent=True, takes_codes=formats == FP8),
         note="compiled by NVRTC when it is first needed",
         rows=rows,
         footprint=Footprint(beside=beside),
@@ -298,8 +301,7 @@ MOE: tuple[Kernel, ...] = (
         few_experts,
         column_pairs,
         formats=FP8,
-        skips_absent=True,
-        takes_codes=True,
+        promises=_CODED_PARTS,
         note="compiled by NVRTC when it is first needed",
         rows=RowRange(FP8_EXPERTS, 1280, 10240),
         compiles=Compiles("grouped_fp8:compile_experts"),
@@ -314,8 +316,7 @@ MOE: tuple[Kernel, ...] = (
         BF16,
         EXPERT_BLOCKS,
         formats=FP8,
-        skips_absent=True,
-        takes_codes=True,
+        promises=_CODED_PARTS,
         note="fills every expert's rows up to 128: for long prompts",
         rows=RowRange(FP8_EXPERTS, 4096),  # where it takes as long as the portable kernel
     ),
@@ -327,7 +328,7 @@ MOE: tuple[Kernel, ...] = (
         checks.sixteen_bytes,
         queues,
         formats=DENSE,
-        skips_absent=True,
+        promises=Promises(skips_absent=True),
     ),
     _streamed(
         "ExpertsFp8",

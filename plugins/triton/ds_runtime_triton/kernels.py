@@ -25,6 +25,7 @@ from ds_runtime.api import (
     Footprint,
     Gate,
     Kernel,
+    Promises,
     Provider,
     RowRange,
     checks,
@@ -155,7 +156,11 @@ def _offer(
     return triton.offer(op, fn, rank, *each, _compiles, _dtype, **says)
 
 
-_own = partial(_offer, batch_invariant=True)  # no program sees two rows, or all sum in one order
+_OWN = Promises(batch_invariant=True)  # no program sees two rows, or all sum in one order
+_ANY_PART = Promises(skips_absent=True)  # experts of other ranks are left out
+_OWN_ANY_PART = Promises(batch_invariant=True, skips_absent=True)
+_OWN_CODED = Promises(batch_invariant=True, skips_absent=True, takes_codes=True)
+_own = partial(_offer, promises=_OWN)
 _keeping = partial(_offer, rank=RANK_PORTABLE + 1)  # of weights that stay as they are
 
 
@@ -185,7 +190,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "mla_absorb",
         "absorb:mla_absorb",
         formats=_BOTH,
-        keeps=_BLOCKS,
+        footprint=Footprint(keeps=frozenset(_BLOCKS)),
         rows=RowRange(FP8_ROWS),
         variant="absorb:variant",
     ),
@@ -227,9 +232,7 @@ MOE: tuple[Kernel, ...] = (
         _fp8,
         formats=_BLOCKS,
         rows=RowRange(FP8_EXPERTS),
-        batch_invariant=True,
-        skips_absent=True,
-        takes_codes=True,
+        promises=_OWN_CODED,
         variant="experts:fp8_variant",
     ),
     _keeping(
@@ -238,7 +241,7 @@ MOE: tuple[Kernel, ...] = (
         _rounds,
         formats=_INT8,
         numerics="int8_w8a8",
-        skips_absent=True,
+        promises=_ANY_PART,
         variant="experts:int8_variant",
     ),
     _keeping(
@@ -246,14 +249,14 @@ MOE: tuple[Kernel, ...] = (
         "coded_experts:experts_w4afp8",
         _fp8,
         formats=_W4AFP8,
-        skips_absent=True,
+        promises=_ANY_PART,
         variant="coded_experts:w4afp8_variant",
     ),
     _keeping(
         "experts",
         "coded_experts:experts_weight_only",
         formats=_CODED,
-        skips_absent=True,
+        promises=_ANY_PART,
         variant="coded_experts:weight_only_variant",
     ),
     _offer(
@@ -261,8 +264,7 @@ MOE: tuple[Kernel, ...] = (
         "experts:experts_dense",
         formats=_BOTH,
         rows=RowRange(DENSE_EXPERTS),
-        batch_invariant=True,
-        skips_absent=True,
+        promises=_OWN_ANY_PART,
         variant="experts:dense_variant",
     ),
 )
@@ -273,7 +275,7 @@ LINEAR: tuple[Kernel, ...] = (
         _fp8,
         formats=_BLOCKS,
         rows=RowRange(FP8_ROWS),
-        batch_invariant=True,
+        promises=_OWN,
         variant="linear:fp8_variant",
     ),
     _keeping(
@@ -292,7 +294,7 @@ LINEAR: tuple[Kernel, ...] = (
         "linear:linear_dense",
         formats=_BOTH,
         rows=RowRange(DENSE_ROWS),
-        batch_invariant=True,
+        promises=_OWN,
         variant="linear:dense_variant",
     ),
 )

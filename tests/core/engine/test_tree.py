@@ -10,22 +10,14 @@ from hypothesis import strategies as st
 from test_verify import CPU, LIMIT, ROWS, VOCAB, draw
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.engine.speculate.acceptance import (
-    Branch,
-    Drafted,
-    Trees,
-    claim,
-    fronts,
-    moves,
-    seen_by,
-    verify,
-)
-from ds_runtime.engine.speculate.tree import Growth
+from ds_runtime.engine.speculate.acceptance import Branch, claim, fronts, verify
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.engine.step.result import sort_rows
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.engine.step.streams import stream_key
 from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.trees.growth import Growth
+from ds_runtime.engine.trees.nodes import Drafted, Trees, moves, seen_by
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.parallel.exchange import Pick

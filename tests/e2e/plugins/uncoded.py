@@ -17,5 +17,6 @@ class Uncoded:
 def ds_ops(facts: Facts) -> list[Kernel]:
     from dataclasses import replace
 
-    given = {"fn": "uncoded:Uncoded", "provider": "uncoded", "takes_codes": False}
-    return [replace(EXPERTS_FP8_W8A8, **given)]
+    given = {"fn": "uncoded:Uncoded", "provider": "uncoded"}
+    promises = replace(EXPERTS_FP8_W8A8.promises, takes_codes=False)
+    return [replace(EXPERTS_FP8_W8A8, promises=promises, **given)]

@@ -2,142 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from ds_runtime.engine.capture.prefill import PrefillGraphs
-from ds_runtime.engine.device.parts import Parts, draw, move
-from ds_runtime.engine.speculate.acceptance import Branch, came_from, claim
-from ds_runtime.engine.speculate.chain import Chain, Drafting, Rest
-from ds_runtime.engine.speculate.follow import Own, cut_to_branches, follow
-from ds_runtime.engine.speculate.tree import Tree
+from ds_runtime.engine.device.parts import Parts, draw
+from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim
+from ds_runtime.engine.speculate.branching import branching
+from ds_runtime.engine.speculate.chain import Chain, Drafting
+from ds_runtime.engine.speculate.follow import Own, follow
 from ds_runtime.engine.step.inputs import read_last_tokens
-from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle, finite_rows
+from ds_runtime.engine.step.sampler import Draws
 from ds_runtime.engine.step.transfer import Upload, put
-from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.batch import Batch, RowOrder
+
+
+@dataclass(slots=True)
+class _Step:
+    """What phases leave for those behind them. hidden: [T, hidden]; wanted: [logit rows, hidden];
+    rows: [draws] the row of each; behind: of the draft layer, as KeptTokens has them.
+    """
+
+    handle: Handle
+    judges: bool
+    prompts: bool
+    sent: Upload = field(init=False)
+    draws: Draws = field(init=False)
+    batch: Batch = field(init=False)
+    hidden: Tensor = field(init=False)
+    wanted: Tensor = field(init=False)
+    rows: Tensor = field(init=False)
+    behind: tuple[Tensor, Tensor | None, RowOrder | None] = field(init=False)
+    own: Own | None = None
+    claims: Claims | None = None
+    branch: Branch | None = None
+    drafting: Drafting | None = None
 
 
 class OpByOp:
-    """Steps of a rank's works, whatever they are. prefills: captured pieces of steps with prompts,
-    between whose attentions they run.
+    """The phases of a rank's steps, whatever these are. prefills: captured pieces of steps with
+    prompts, between whose attentions they run.
     """
 
     def __init__(self, parts: Parts, prefills: PrefillGraphs | None = None) -> None:
         self._parts = parts
         self.prefills = prefills
+        self._branching = branching(parts.shape)
 
-    def run(self, handle: Handle) -> Rest | None:
-        """Launch a step; what is left to be done once the host knows what was kept."""
-        parts, plan, sent = self._parts, handle.plan, Upload(self._parts.device)
-        works, prompts = plan.works, any(w.tokens is not None for w in plan.works)
-        # Without any of these it decodes as without a draft layer.
-        speculates = parts.draft is not None and bool(
-            plan.drafts or prompts or any(w.length > 1 for w in works)
-        )
-        wanted = handle.sort(parts.sampler)
-        draws, claims = parts.sampler.prepare(wanted.draws, sent), None
-        if speculates:
-            claims = claim(plan, wanted, parts.width, sent, parts.simulated)
-            own = Own.of(works, parts, sent)
+    def begin(self, handle: Handle, judges: bool) -> _Step:
+        """judges: drafts are, and the draft layer runs over the step's tokens."""
+        return _Step(handle, judges, any(w.tokens is not None for w in handle.plan.works))
+
+    def inputs(self, step: _Step) -> None:
+        """Send what the step is made of, and tell kernels of it."""
+        parts, works = self._parts, step.handle.plan.works
+        sent = step.sent = Upload(parts.device)
+        wanted = step.handle.sort(parts.sampler)
+        step.draws = parts.sampler.prepare(wanted.draws, sent)
+        if step.judges:
+            step.claims = claim(step.handle.plan, wanted, parts.width, sent, parts.simulated)
+            step.own = Own.of(works, parts, sent)
         order = parts.exchange.order(works, sent)
-        added = parts.inputs.add(parts.exchange.own(works), sent, trees=parts.trees)
+        added = parts.inputs.add(parts.exchange.own(works), sent, branched=parts.branched)
         sent.send()
-        batch = parts.batch(added, sent, order())
+        step.batch = parts.batch(added, sent, order())
         drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
-        read_last_tokens(batch, parts.last_tokens, drawn)
-        found = self._forward(batch, prompts, speculates)
-        hidden = found  # [logit rows, hidden]
-        if speculates:
-            hidden = parts.exchange.collect(found[batch.logit_rows], batch.order)
-        assert hidden.shape[0] == wanted.rows, f"{hidden.shape[0]} rows, {wanted.rows} are due"
-        adapters, branch = parts.exchange.logit_adapters(batch), None
-        if wanted.draws:
-            logits = self._logits(hidden, adapters, wanted.draw_rows)
-            handle.finite = [finite_rows(logits)]
-            branch = draw(parts, handle, draws, logits, sent, claims)
-            del logits
-        self._score(handle, hidden, adapters)
-        if not speculates:
-            return None
-        rows = sent[own.rows]
-        if branch is not None and branch.order is not None:
-            rows = own.drawn.back(rows, len(wanted.draws))
-            if batch.decode is not None:
-                move(parts, batch, branch, rows, own.works)
-        if not (plan.drafts or prompts):
-            return None
-        ids = sent[own.ids].clone()
-        if handle.tokens:
-            ids.index_copy_(0, sent[own.rows], own.drawn(handle.tokens[0]))
-        return self._follow(handle, batch, found, ids, (own, sent, rows), branch)
+        read_last_tokens(step.batch, parts.last_tokens, drawn)
 
-    def _follow(
-        self,
-        handle: Handle,
-        batch: Batch,
-        hidden: Tensor,
-        ids: Tensor,
-        which: tuple[Own, Upload, Tensor],
-        branch: Branch | None,
-    ) -> Rest | None:
-        """The draft layer's run over the step's tokens. ids: [T] what follows each."""
-        parts, plan, (own, sent, rows) = self._parts, handle.plan, which
-        accepted = ids[:0] if branch is None else branch.accepted
-        drafts = bool(plan.drafts and handle.wanted.samplers)
-        drafting = Drafting(parts, handle, accepted) if drafts else None
-        if branch is not None and branch.order is not None:
-            came = came_from(branch, rows, batch.num_tokens, own.drawn)
-            batch, takes, own, sent = self._branches(plan.works)
-            ids, hidden = ids[takes], hidden[came[takes]]
-        last = sent[own.firsts]
-        if branch is not None:
-            last = last + own.works(accepted)
-        tail = own.tail()
-        found, logits = follow(parts, batch, hidden, ids, last, tail, drafts)
-        if drafting is None or logits is None:
-            return None
-        behind = Chain(parts, plan.drafts) if parts.trees is None else Tree(parts)
-        return drafting.rest(behind, found, logits, tail)
-
-    def _branches(self, works: Sequence[Work]) -> tuple[Batch, Tensor, Own, Upload]:
-        """The step as if each tree had been a chain, which its branch begins with: its batch and
-        the rows of the step that it takes.
-        """
-        parts, sent = self._parts, Upload(self._parts.device)
-        assert parts.shape is not None
-        cut, _ = cut_to_branches(works, parts.shape.steps + 1)
-        _, rows = cut_to_branches(parts.exchange.own(works), parts.shape.steps + 1)
-        own, takes = Own.of(cut, parts, sent), sent.add(np.array(rows, np.int64))
-        order = parts.exchange.order(cut, sent)
-        added = parts.inputs.add(parts.exchange.own(cut), sent)
-        sent.send()
-        return parts.batch(added, sent, order()), sent[takes], own, sent
-
-    def _forward(self, batch: Batch, prompts: bool, every: bool) -> Tensor:
-        """As of the model."""
-        graph, parts = None, self._parts
-        if self.prefills is not None and prompts:
+    def forward(self, step: _Step) -> None:
+        """The model, over the rank's rows."""
+        graph, parts, batch = None, self._parts, step.batch
+        if self.prefills is not None and step.prompts:
             graph = self.prefills.graph_for(parts.exchange.most(batch.num_tokens, batch.order))
         if graph is None:
-            return parts.model.forward(batch, parts.caches, every)
-        return graph.replay(batch, every)
+            found = parts.model.forward(batch, parts.caches, step.judges)
+        else:
+            found = graph.replay(batch, step.judges)
+        step.hidden = step.wanted = found
+        if step.judges:
+            step.wanted = parts.exchange.collect(found[batch.logit_rows], batch.order)
+        rows, due = step.wanted.shape[0], step.handle.wanted.rows
+        assert rows == due, f"{rows} rows, {due} are due"
 
-    def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
+    def draw(self, step: _Step) -> None:
+        """If any work draws. Where they judge, drafts too."""
+        wanted = step.handle.wanted
+        if wanted.draws:
+            logits = self._logits(step, wanted.draw_rows)
+            step.handle.finite = [finite_rows(logits)]
+            given = self._parts, step.handle, step.draws, logits, step.sent, step.claims
+            step.branch = draw(*given)
+
+    judge = draw
+
+    def score(self, step: _Step) -> None:
+        """The tokens of prompts, as they are asked for."""
+        wanted, handle = step.handle.wanted, step.handle
+        for first in range(0, len(wanted.scores), SCORE_ROWS):
+            some = slice(first, first + SCORE_ROWS)
+            logits = self._logits(step, wanted.score_rows[some])
+            handle.scores.append(self._parts.sampler.score(logits, wanted.scores[some]))
+            handle.scored.append(finite_rows(logits))
+            del logits  # before the next slice's
+
+    def settle(self, step: _Step) -> None:
+        """Bring kept branches to their places."""
+        assert step.own is not None
+        step.rows = step.sent[step.own.rows]
+        if step.branch is not None and step.branch.order is not None:
+            step.rows = step.own.drawn.back(step.rows, len(step.handle.wanted.draws))
+            if step.batch.decode is not None:
+                assert self._branching is not None
+                given = self._parts, step.batch, step.branch, step.rows, step.own.works
+                self._branching.move(*given)
+
+    def tell(self, step: _Step) -> None:
+        """Start to bring the host what was kept, if any work draws."""
+        if step.handle.wanted.samplers:
+            assert step.branch is not None
+            step.drafting = Drafting(self._parts, step.handle, step.branch.accepted)
+
+    def follow(self, step: _Step) -> None:
+        """The draft layer's run over the step's tokens."""
+        self.settle(step)
+        own, branch, batch, sent, hidden = step.own, step.branch, step.batch, step.sent, step.hidden
+        assert own is not None
+        ids = sent[own.ids].clone()  # what follows each token
+        if step.handle.tokens:
+            ids.index_copy_(0, sent[own.rows], own.drawn(step.handle.tokens[0]))
+        if branch is not None and branch.order is not None:
+            assert self._branching is not None
+            given = self._parts, step.handle.plan.works, branch, step.rows, own, batch.num_tokens
+            cut = self._branching.as_chains(*given)
+            batch, own, sent = cut.batch, cut.own, cut.sent
+            ids, hidden = ids[cut.takes], hidden[cut.came]
+        last = sent[own.firsts]
+        if branch is not None:
+            last = last + own.works(branch.accepted)
+        tail, drafts = own.tail(), step.drafting is not None
+        step.behind = (*follow(self._parts, batch, hidden, ids, last, tail, drafts), tail)
+        del step.batch, step.hidden, step.wanted  # before drafts take memory
+
+    def draft(self, step: _Step) -> None:
+        """Once the host knows what was kept."""
+        parts, (tail, logits, order) = self._parts, step.behind
+        assert step.drafting is not None and logits is not None
+        drafts = step.handle.plan.drafts
+        made = self._branching.drafts(parts) if self._branching else Chain(parts, drafts)
+        step.drafting.run(made, tail, logits, order)
+
+    def _logits(self, step: _Step, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""
+        hidden, adapters = step.wanted, self._parts.exchange.logit_adapters(step.batch)
         if len(rows) < hidden.shape[0]:  # rows are distinct and rising
             picked = put(rows, np.int64, self._parts.device)
             hidden, adapters = hidden[picked], None if adapters is None else adapters[picked]
         return self._parts.model.logits(hidden, None, adapters)
-
-    def _score(self, handle: Handle, hidden: Tensor, adapters: Tensor | None) -> None:
-        """Of the tokens of prompts, as they are asked for."""
-        wanted = handle.wanted
-        for first in range(0, len(wanted.scores), SCORE_ROWS):
-            some = slice(first, first + SCORE_ROWS)
-            logits = self._logits(hidden, adapters, wanted.score_rows[some])
-            handle.scores.append(self._parts.sampler.score(logits, wanted.scores[some]))
-            handle.scored.append(finite_rows(logits))
-            del logits  # before the next slice's

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.engine.speculate.acceptance import Branch, Claims, Trees, fronts, moves, settle
+from ds_runtime.engine.speculate.acceptance import Branch, Branched, Claims, fronts, settle
 from ds_runtime.engine.step.inputs import Added, Frame, StepInputs
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Draws, Sampler
@@ -22,13 +22,13 @@ from ds_runtime.model.base import LanguageModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits, RowOrder
 from ds_runtime.ops.contracts.caches import Caches
-from ds_runtime.parallel.exchange import Pick, RowExchange
+from ds_runtime.parallel.exchange import RowExchange
 
 
 @dataclass(slots=True)
 class Parts:
     """Of one rank. kernels: those that have states, by their keys; states: of steps op by op.
-    caches: of the model and of the draft layer. trees: how drafts hang
+    caches: of the model and of the draft layer. branched: how drafts hang
     together, if not as chains. limits: of the largest step. spare_page: a page of the caches that
     is nobody's. adapts: rows may have adapters. leads: results are collected here. simulated: the
     probability with which each draft is taken for right, instead of judging it.
@@ -42,7 +42,7 @@ class Parts:
     states: dict[str, Any]
     caches: Caches
     shape: Speculation | None
-    trees: Trees | None
+    branched: Branched | None
     limits: Limits
     spare_page: int
     vocab: int
@@ -165,7 +165,7 @@ def draw(
     sampler, last_tokens = parts.sampler, parts.last_tokens
     front, branch, kept, order = None, None, None, None
     if claims is not None:
-        front = fronts(claims, last_tokens, parts.trees, sent)
+        front = fronts(claims, last_tokens, parts.branched, sent)
     known, nodes = (None, None) if front is None else (front.tokens, front.nodes)
     drawn = sampler.draw(logits, draws, sent, known, nodes)
     if claims is None:
@@ -183,11 +183,3 @@ def draw(
         handle.finite = [some[order] for some in handle.finite]
     handle.logprobs = sampler.logprobs(logits, draws, drawn, order)
     return branch
-
-
-def move(parts: Parts, batch: Batch, branch: Branch, rows: Tensor, own: Pick) -> None:
-    """Bring the kept branches of this rank's trees to the front of the caches. batch: the step that
-    verified them; rows: [draws] the row of each draw; own: of the sampling works.
-    """
-    mine = Branch(own(branch.accepted), own(branch.draws))
-    parts.model.move(parts.caches, batch, moves(mine, batch.slots[rows], rows))

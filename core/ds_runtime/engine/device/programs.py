@@ -1,19 +1,15 @@
-"""Which program runs a step: op by op, with captured pieces between attentions, or captured.
+"""A step as data: its kind says which phases run, and where the host waits; its works say who runs
+them: `Replayed`, from recordings of one size, or `OpByOp`, over as many rows as there are.
 
-| step | phases, [recorded] |
-|---|---|
-| decode works | inputs → [forward] → draw, or [draw behind masks] |
-| with prompts | inputs → ([piece] → attention)* → finish → draw |
-| chains | inputs → [forward] → [draw, judge] → [follow] → wait → [draft]* |
-| trees | inputs → [forward] → draw, judge → [move, follow] → wait → [grow]* |
-
-Op by op the same phases are called, over as many rows as there are.
+`Replayed` has recordings of `forward`, of `judge` where draws are plain chains' (or of `draw`
+behind masks), of `follow` and of `draft`; `OpByOp` of pieces between the attentions of prompts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 
@@ -25,11 +21,58 @@ from ds_runtime.engine.capture.recorder import Checking, Recorder
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.device.replayed import Replayed, decode_step
+from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Chain, Drafts
-from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import StepPlan
+from ds_runtime.engine.step.result import Handle
 from ds_runtime.model.deepseek import DeepSeekModel
+
+Kind = Literal["decode", "prompts", "verify", "draft", "prompts, verify", "prompts, draft"]
+Rest = Callable[[], None]
+"""What is left of a step once the host knows which drafts were right."""
+
+WAIT: Final = "wait"  # for how many drafts were kept: keys have other places then
+_VERIFY = ("inputs", "forward", "judge")
+_DRAFT = ("tell", "follow", WAIT, "draft")
+PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
+    "decode": ("inputs", "forward", "draw"),
+    "prompts": ("inputs", "forward", "draw", "score"),
+    "verify": (*_VERIFY, "settle"),
+    "draft": (*_VERIFY, *_DRAFT),
+    "prompts, verify": (*_VERIFY, "score", "follow"),
+    "prompts, draft": (*_VERIFY, "score", *_DRAFT),
+}
+"""The phases of each kind of step: methods of who runs it."""
+
+
+def kind_of(plan: StepPlan, speculates: bool) -> Kind:
+    """speculates: there is a draft layer, which sees every prompt. A step that has no drafts, and
+    makes none, decodes as without it.
+    """
+    prompts = any(w.tokens is not None for w in plan.works)
+    if speculates and plan.drafts:
+        return "prompts, draft" if prompts else "draft"
+    if speculates and (prompts or any(w.length > 1 for w in plan.works)):
+        return "prompts, verify" if prompts else "verify"
+    return "prompts" if prompts else "decode"
+
+
+def run(who: Replayed | OpByOp, handle: Handle, kind: Kind) -> Rest | None:
+    """Launch a step; what is left of it, behind where the host waits."""
+    phases = PROGRAMS[kind]
+    step: Any = who.begin(handle, "judge" in phases)
+    waits = phases.index(WAIT) if WAIT in phases else len(phases)
+    for phase in phases[:waits]:
+        getattr(who, phase)(step)
+    if step.drafting is None:  # no work draws, or none is to be drafted for
+        return None
+
+    def rest() -> None:
+        for phase in phases[waits + 1 :]:
+            getattr(who, phase)(step)
+
+    return rest
 
 
 class Programs:
@@ -85,20 +128,30 @@ class Programs:
         """Places for all that will be captured. choices: how many tokens steps draft."""
         parts, queries, fits = self._parts, self._queries[-1], self.sizes
         self._results = Results.of(parts, max(fits, default=0), queries)
-        alone = parts.draft is None
+        alone, ways = parts.draft is None, branching(parts.shape)
         for size in fits:
             for drafts in choices:
                 if drafts:
-                    tree = parts.trees is not None
-                    made = Tree(parts, size) if tree else Chain(parts, drafts, size)
+                    made = ways.drafts(parts, size) if ways else Chain(parts, drafts, size)
                     self.drafting[size, drafts] = made
             for count in self._queries:
                 drafting = {n: made for (s, n), made in self.drafting.items() if s == size}
                 given = parts, self._results, size, count, masked and alone, drafting
                 self.captured[size, count] = Replayed(*given)
 
+    def launch(self, handle: Handle, alone: OpByOp | None = None) -> tuple[Rest | None, bool]:
+        """Launch a step: what is left of it, and whether recordings run it. alone: who runs it
+        instead, over caches of its own.
+        """
+        plan, parts = handle.plan, self._parts
+        who = alone or self.select(plan)
+        replays = isinstance(who, Replayed)
+        if replays and parts.caches.arriving is not None:
+            parts.caches.arriving.wait()  # a replay asks for no layer
+        return run(who, handle, kind_of(plan, parts.draft is not None)), replays
+
     def select(self, plan: StepPlan) -> Replayed | OpByOp:
-        """The program of a step. Op by op if it holds prompts, more sequences than any size, or
+        """Who runs a step. Op by op if it holds prompts, more sequences than any size, or
         drafts that nothing captured makes. Where ranks have sequences of their own, all replay what
         the one with the most needs.
         """

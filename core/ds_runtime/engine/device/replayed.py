@@ -3,7 +3,7 @@
 The forward is one recording. Without a draft layer draws follow it op by op, or in a recording of
 their own where masks go with them. With one, chains are drawn and judged in a second recording, if
 nothing else goes with their draws; the third is the draft layer's run over the same tokens, and
-drafts are made by `Chain` or `Tree` once the host knows how many were kept.
+drafts are made once the host knows how many were kept.
 
 Dummies write nothing, read one token of a page that belongs to nobody, and begin with a row of
 `last_tokens` that belongs to nobody.
@@ -12,15 +12,18 @@ Dummies write nothing, read one token of a page that belongs to nobody, and begi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results, draw
-from ds_runtime.engine.speculate.chain import Drafting, Drafts, Rest
-from ds_runtime.engine.speculate.verdict import Verdict
+from ds_runtime.engine.speculate.branching import branching
+from ds_runtime.engine.speculate.chain import Drafting, Drafts
+from ds_runtime.engine.speculate.verdict import Judged, Verdict
 from ds_runtime.engine.step.inputs import Added, read_last_tokens
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import Handle, finite_rows
+from ds_runtime.engine.step.sampler import Draws
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.parallel.exchange import Pending
 from ds_runtime.parallel.row_order import Placed
@@ -31,8 +34,23 @@ def decode_step(size: int) -> str:
     return f"a decode step of {size} requests"
 
 
+@dataclass(slots=True)
+class _Step:
+    """What phases leave for those behind them. number: of the rows of draws in what was sent, if
+    they are not the first.
+    """
+
+    handle: Handle
+    sent: Upload = field(init=False)
+    at: Placed = field(init=False)
+    draws: Draws = field(init=False)
+    judged: Judged = field(init=False)
+    number: int | None = None
+    drafting: Drafting | None = None
+
+
 class Replayed:
-    """One size. drafting: what makes so many drafts of such steps, by their number."""
+    """The phases of one size. drafting: what makes so many drafts of its steps, by their number."""
 
     def __init__(
         self,
@@ -47,7 +65,7 @@ class Replayed:
         self.size, self.queries = size, queries
         self._parts, self._results, self._drafting = parts, results, drafting
         self._frame = parts.frame(size, queries, adapts=parts.adapts)
-        self._trees = parts.trees if queries > 1 else None
+        self._branched = parts.branched if queries > 1 else None
         own, every = size * queries, size * queries * parts.exchange.groups
         self.logits, self.finite = results.logits[:every], results.finite[:every]
         # Inputs, the table as narrow as a step needs it, and what draws need.
@@ -56,15 +74,15 @@ class Replayed:
         self.masked = MaskedDraw(parts.sampler.ops, self.logits) if masked else None
         self.verdict: Verdict | None = None
         if parts.draft is not None:
-            trees = self._trees is not None
-            self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, trees)
+            ways = None if self._branched is None else branching(parts.shape)
+            self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, ways)
         self.replay: Phase | None = None
 
     def _add(self, works: Sequence[Work], upload: Upload) -> tuple[Added, Pending]:
         """A step's inputs: the first arrays of its upload."""
         parts, exchange = self._parts, self._parts.exchange
         order = exchange.captured(works, self.size, self.queries, parts.adapts, upload)
-        return parts.inputs.add(exchange.own(works), upload, self._frame, self._trees), order
+        return parts.inputs.add(exchange.own(works), upload, self._frame, self._branched), order
 
     def capture(self, recorder: Recorder) -> None:
         """Run a step of dummies alone, then record it."""
@@ -95,39 +113,65 @@ class Replayed:
             record = lambda run: recorder.record(run, what)  # noqa: E731
             self.masked.capture(parts.sampler.settings((), self.masked.size), record)
 
-    def run(self, handle: Handle) -> Rest | None:
-        """Launch a step; what is left to be done once the host knows what was kept.
+    def begin(self, handle: Handle, judges: bool) -> _Step:
+        """judges: is for steps op by op; behind a verification drafts always are."""
+        return _Step(handle)
 
-        With drafts the device verifies while the host makes ready what follows: the step before may
-        have left it no time for that.
+    def inputs(self, step: _Step) -> None:
+        """Send what the step is made of, and tell kernels of it. What draws behind a verification
+        need is sent while the device verifies: the step before may have left the host no time.
         """
-        assert self.replay is not None, "replayed before it was captured"
-        parts, works, sent = self._parts, handle.plan.works, Upload(self._parts.device)
+        parts, works = self._parts, step.handle.plan.works
+        sent = step.sent = Upload(parts.device)
         added, order = self._add(works, sent)
-        at = Placed(works, parts.exchange.sequences(works, self.size), self.queries)
+        at = step.at = Placed(works, parts.exchange.sequences(works, self.size), self.queries)
         if self.verdict is None:
-            handle.sort(parts.sampler)
+            step.handle.sort(parts.sampler)
             places = None if at.whole else at.rows
-            draws = parts.sampler.prepare(handle.wanted.draws, sent, self.masked, places)
-            number = None if at.whole else sent.add(at.rows)
+            draws = step.handle.wanted.draws
+            step.draws = parts.sampler.prepare(draws, sent, self.masked, places)
+            step.number = None if at.whole else sent.add(at.rows)
         sent.send(self._buffer)
         parts.batch(added, sent, order())
-        self.replay()
-        if self.verdict is not None:
-            return self._verified(self.verdict, handle, at)
-        rows = slice(len(works)) if number is None else sent[number]
-        handle.finite = [self.finite[rows].clone()]
-        draw(parts, handle, draws, self.logits[rows], sent)
-        return None
 
-    def _verified(self, verdict: Verdict, handle: Handle, at: Placed) -> Rest | None:
-        parts, results, plan, size = self._parts, self._results, handle.plan, self.size
-        judged = verdict.run(handle, at)
-        if not plan.drafts:
-            verdict.settle(judged)
-            return None
-        drafting = Drafting(parts, handle, judged.accepted)
-        verdict.follow(parts.exchange.own(plan.works), judged)
-        every = size * parts.exchange.groups
-        tail, logits = results.tail[:size], results.tail_logits[:every]
-        return drafting.rest(self._drafting[plan.drafts], tail, logits, parts.exchange.even(size))
+    def forward(self, step: _Step) -> None:
+        """The model, over as many rows as were recorded."""
+        assert self.replay is not None, "replayed before it was captured"
+        self.replay()
+
+    def draw(self, step: _Step) -> None:
+        """A token per work."""
+        if self.verdict is not None:
+            self.judge(step)
+            return
+        handle, sent, number = step.handle, step.sent, step.number
+        rows = slice(len(handle.plan.works)) if number is None else sent[number]
+        handle.finite = [self.finite[rows].clone()]
+        draw(self._parts, handle, step.draws, self.logits[rows], sent)
+
+    def judge(self, step: _Step) -> None:
+        """Tokens, and which drafts were right."""
+        assert self.verdict is not None
+        step.judged = self.verdict.run(step.handle, step.at)
+
+    def settle(self, step: _Step) -> None:
+        """Bring kept branches to their places."""
+        assert self.verdict is not None
+        self.verdict.settle(step.judged)
+
+    def tell(self, step: _Step) -> None:
+        """Start to bring the host what was kept."""
+        step.drafting = Drafting(self._parts, step.handle, step.judged.accepted)
+
+    def follow(self, step: _Step) -> None:
+        """The draft layer's run over the step's tokens, with kept branches at their places."""
+        assert self.verdict is not None
+        self.verdict.follow(self._parts.exchange.own(step.handle.plan.works), step.judged)
+
+    def draft(self, step: _Step) -> None:
+        """Once the host knows what was kept."""
+        exchange, results, size = self._parts.exchange, self._results, self.size
+        tail, logits = results.tail[:size], results.tail_logits[: size * exchange.groups]
+        assert step.drafting is not None
+        made = self._drafting[step.handle.plan.drafts]
+        step.drafting.run(made, tail, logits, exchange.even(size))

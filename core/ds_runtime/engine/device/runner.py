@@ -24,10 +24,8 @@ from ds_runtime.engine.device import first_steps
 from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
-from ds_runtime.engine.device.programs import Programs
-from ds_runtime.engine.device.replayed import Replayed
-from ds_runtime.engine.speculate.acceptance import Trees
-from ds_runtime.engine.speculate.chain import Rest
+from ds_runtime.engine.device.programs import Programs, Rest
+from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
 from ds_runtime.engine.step.result import Handle
@@ -150,7 +148,7 @@ class Runner:
 
     def _make_parts(self, inputs: StepInputs) -> Parts:
         limits, spare = self._limits(), inputs.last_tokens
-        trees = self.speculation is not None and self.speculation.topk > 1
+        ways, rows = branching(self.speculation), spare.shape[0] // self.width
         return Parts(
             model=self.model,
             draft=self.draft,
@@ -160,7 +158,7 @@ class Runner:
             states={key: kernel.state(limits) for key, kernel in self.bound.stateful.items()},
             caches=self.caches,
             shape=self.speculation,
-            trees=Trees(spare.shape[0] // self.width, self.width, self.device) if trees else None,
+            branched=ways.branched(rows, self.width, self.device) if ways else None,
             limits=limits,
             spare_page=self.num_pages,
             vocab=self.assembly.model.vocab_size,
@@ -238,14 +236,11 @@ class Runner:
             self.sampler.start(init)
         self.copy(plan)
         handle = Handle(plan)
-        program = alone or self.programs.select(plan)
-        if isinstance(program, Replayed) and self.caches.arriving is not None:
-            self.caches.arriving.wait()  # a replay asks for no layer
-        rest = program.run(handle)
+        rest, replays = self.programs.launch(handle, alone)
         if self.below is not None:
             self.below.end()
         if rest is not None:
-            if self.rank == 0 and isinstance(program, Replayed):
+            if self.rank == 0 and replays:
                 self._unfinished = handle, rest
                 return handle
             rest()  # another rank has nothing else to do, and rank 0 may wait for it

@@ -1,10 +1,10 @@
 """Which drafts were right: the model's own draw decides, token by token.
 
 The draw at a position depends on the model's logits there and on (seed, choice, position) alone,
-with drafts or without, so a draft is right exactly if it is that draw. Of a tree, the draw at a
-node says which of its children is right. For a greedy request this compares with the argmax; for a
-sampled one it is rejection sampling: a draft d is kept with the model's probability of d, and
-otherwise replaced by a draw from what is left of the distribution.
+with drafts or without, so a draft is right exactly if it is that draw. Where several drafts follow
+one token, the draw behind that says which of them is right. For a greedy request this compares with
+the argmax; for a sampled one it is rejection sampling: a draft d is kept with the model's
+probability of d, and otherwise replaced by a draw from what is left of the distribution.
 """
 
 from __future__ import annotations
@@ -24,62 +24,12 @@ from ds_runtime.engine.step.result import Wanted
 from ds_runtime.engine.step.sampler import Nodes
 from ds_runtime.engine.step.streams import uniforms
 from ds_runtime.engine.step.transfer import Array, Upload
-from ds_runtime.model.base import Moves
-from ds_runtime.ops.batch import TAIL
-from ds_runtime.parallel.exchange import Pick
 
 
 class Sent(Protocol):
     """Arrays of the host as tensors, by their numbers: an Upload, or places that never move."""
 
     def __getitem__(self, number: int, /) -> Tensor: ...
-
-
-class Trees:
-    """Of every row, by node: parent, depth, and `line`, whose bit a says that node a is the node
-    itself or above it. [rows · width] int64 each.
-    """
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.width = width
-        # Before anything is drafted: a chain.
-        nodes = torch.arange(width, device=device)
-        self.depths = nodes.repeat(rows)
-        self.parents = (nodes - 1).clamp_(min=0).repeat(rows)
-        self.lines = (torch.full_like(nodes, 2) << nodes).sub_(1).repeat(rows)
-
-    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of nodes, and what they see: [rows] each. places: theirs in here; starts: the
-        root's positions; nodes: how many their sequences have, 0 for dummies, which see all.
-        """
-        real = nodes > 0
-        depths = torch.where(real, self.depths[places], 0)
-        return starts + depths, torch.where(real, seen_by(self.lines[places], nodes), -1)
-
-    def put(self, rows: Tensor, drafted: Drafted) -> None:
-        """Trees behind the last tokens of these rows: the nodes but the root."""
-        for to, values in (
-            (self.depths, drafted.depths),
-            (self.parents, drafted.parents),
-            (self.lines, drafted.lines),
-        ):
-            to.view(-1, self.width)[:, 1:].index_copy_(0, rows, values)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The drafted nodes of n sequences, [n, width − 1] int64 each."""
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    lines: Tensor
-
-
-def seen_by(lines: Tensor, counts: Tensor) -> Tensor:
-    """DecodePart.tree of nodes whose sequences end with `counts` of them: [rows] int64."""
-    free = TAIL - counts
-    return (lines << free) | ((torch.ones_like(free) << free) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,39 +134,51 @@ def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Sent) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Fronts:
-    """What lies in front of a step's draws: tokens [draws]; in trees the parents [draws] of these
-    nodes, too.
-    """
-
-    tokens: Tensor
-    parents: Tensor | None = None
-    nodes: Nodes | None = None
-
-
-def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Sent) -> Fronts | None:
-    """None where nothing is drawn behind drafts."""
-    if not claims.most:
-        return None
-    places = sent[claims.inputs]
-    tokens = last_tokens[places]
-    if trees is None:
-        return Fronts(tokens)
-    own = torch.arange(places.shape[0], device=places.device)
-    peers = own - sent[claims.ahead] + trees.depths[places]
-    return Fronts(tokens, trees.parents[places], Nodes(peers, trees.lines[places]))
-
-
-@dataclass(frozen=True, slots=True)
 class Branch:
     """What is kept of each work's drafts. accepted: [n] that were right. draws: [n, 1 + most] the
-    draws along the branch, the last again behind its end. order: [draws], of trees: the draw that
-    comes to lie in the place of each, so that a branch lies in the places of a chain.
+    draws along the branch, the last again behind its end. order: [draws], where drafts branch: the
+    draw that comes to lie in the place of each, so that a branch lies in the places of a chain.
     """
 
     accepted: Tensor
     draws: Tensor
     order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """What lies in front of a step's draws: tokens [draws]; where drafts branch, the nodes, too."""
+
+    tokens: Tensor
+    nodes: Nodes | None = None
+
+    def keep(self, claims: Claims, width: int, tokens: Tensor, sent: Sent) -> Branch:
+        """What the draws `tokens` [draws] keep. width: most tokens of a branch."""
+        accepted = judge(claims, tokens, self.tokens, sent)
+        along = torch.arange(claims.most + 1, device=tokens.device)
+        kept = sent[claims.firsts].unsqueeze(1) + torch.minimum(along, accepted.unsqueeze(1))
+        return Branch(accepted, kept)
+
+
+class Branched(Protocol):
+    """Drafts of which several may follow one token, on the device."""
+
+    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """See `step.inputs.Hanging`."""
+
+    def fronts(self, claims: Claims, places: Tensor, tokens: Tensor, sent: Sent) -> Fronts:
+        """places, tokens: [draws] where the token in front of each lies, and the token."""
+
+
+def fronts(
+    claims: Claims, last_tokens: Tensor, branched: Branched | None, sent: Sent
+) -> Fronts | None:
+    """None where nothing is drawn behind drafts. branched: if these are no chains."""
+    if not claims.most:
+        return None
+    places = sent[claims.inputs]
+    tokens = last_tokens[places]
+    return Fronts(tokens) if branched is None else branched.fronts(claims, places, tokens, sent)
 
 
 def settle(
@@ -235,68 +197,7 @@ def settle(
 
 def verify(claims: Claims, width: int, tokens: Tensor, front: Fronts | None, sent: Sent) -> Branch:
     """What the draws `tokens` [draws] keep. width: most tokens of a branch."""
-    first = sent[claims.firsts]
     if front is None:
+        first = sent[claims.firsts]
         return Branch(torch.zeros_like(first), first.unsqueeze(1))
-    if front.parents is not None:
-        return _follow(claims, width, tokens, front.tokens, front.parents, sent)
-    accepted = judge(claims, tokens, front.tokens, sent)
-    along = torch.arange(claims.most + 1, device=tokens.device)
-    return Branch(accepted, first.unsqueeze(1) + torch.minimum(along, accepted.unsqueeze(1)))
-
-
-def _follow(
-    claims: Claims, width: int, tokens: Tensor, inputs: Tensor, parents: Tensor, sent: Sent
-) -> Branch:
-    """Go down every work's tree, from the root to the child that is what the model drew, while
-    there is one. inputs, parents: [draws] of each draw's node.
-    """
-    first, counts = sent[claims.firsts], sent[claims.counts].unsqueeze(1)
-    nodes = torch.arange(claims.most + 1, device=tokens.device)
-    draws = (first.unsqueeze(1) + nodes).clamp_(max=tokens.shape[0] - 1)  # [n, 1 + most]
-    held, above = inputs[draws], parents[draws]
-    real = (nodes > 0) & (nodes <= counts)
-    at = torch.zeros_like(first)
-    accepted, alive, path = at, torch.ones_like(at, dtype=torch.bool), [at]
-    lucky = sent[claims.luck] if claims.simulated else None
-    for step in range(min(width - 1, claims.most)):
-        hit = real & (above == at.unsqueeze(1))
-        if lucky is None:
-            hit = hit & (held == tokens[first + at].unsqueeze(1))
-        else:  # the first child, which is the likeliest
-            hit = hit & lucky[:, step].unsqueeze(1)
-        found, best = (hit * (nodes.shape[0] - nodes)).max(1)
-        alive = alive & (found > 0)
-        at = torch.where(alive, best, at)
-        accepted = accepted + alive
-        path.append(at)
-    kept = first.unsqueeze(1) + torch.stack(path, 1)
-    along = nodes[: kept.shape[1]]
-    # Behind a work's last node the root is written to its own place, as it is at the beginning.
-    places = first.unsqueeze(1) + torch.where(along <= counts, along, 0)
-    values = torch.where(along <= counts, kept, first.unsqueeze(1))
-    order = torch.arange(tokens.shape[0], device=tokens.device)
-    return Branch(accepted, kept, order.index_copy(0, places.flatten(), values.flatten()))
-
-
-def moves(branch: Branch, slots: Tensor, rows: Tensor | None = None) -> Moves:
-    """What brings each branch into the places of a chain. slots: [draws] of a step, whose decode
-    rows are its first draws; or else rows: [draws] the row of each.
-    """
-    along = torch.arange(1, branch.draws.shape[1], device=slots.device)
-    last = slots.shape[0] - 1
-    old = branch.draws[:, 1:]
-    new = branch.draws[:, :1] + along
-    moved = (along <= branch.accepted.unsqueeze(1)) & (old != new)
-    old, new = old.clamp(max=last), new.clamp(max=last)
-    return Moves(torch.where(moved, slots[old], -1), slots[new], old if rows is None else rows[old])
-
-
-def came_from(branch: Branch, rows: Tensor, total: int, drawn: Pick) -> Tensor:
-    """[total] the row of a step whose token comes to lie in each row's place. rows: [draws] that of
-    each draw; drawn: of the draws.
-    """
-    came = torch.arange(total, device=rows.device)
-    if branch.order is None:
-        return came
-    return came.index_copy_(0, drawn(rows), rows[drawn(branch.order)])
+    return front.keep(claims, width, tokens, sent)

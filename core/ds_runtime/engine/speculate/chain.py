@@ -6,7 +6,7 @@ positions, so that they are often right also where requests sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,9 +23,6 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Draw
 from ds_runtime.engine.step.transfer import Array, Buffer, Download, Steady, Upload, taken
 from ds_runtime.ops.batch import Batch, RowOrder
-
-Rest = Callable[[], None]
-"""What is left of a step once the host knows which drafts were right."""
 
 
 class KeptTokens(NamedTuple):
@@ -67,8 +64,8 @@ class Drafts:
         raise NotImplementedError
 
     def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
-        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and of
-        trees likewise the parents.
+        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and
+        where they branch likewise the parents.
         """
         raise NotImplementedError
 
@@ -123,20 +120,15 @@ class Drafting:
         if parts.leads and not self._tells:  # what was drawn is on its way while drafts are made
             handle.download()
 
-    def rest(self, drafts: Drafts, tail: Tensor, logits: Tensor, order: RowOrder | None) -> Rest:
-        """What is left. tail, logits, order: see KeptTokens."""
-        handle, arriving, tells = self._handle, self._arriving, self._tells
-
-        def rest() -> None:
-            works = [handle.plan.works[i] for i, _ in handle.wanted.samplers]
-            accepted = arriving.wait()[0].tolist()
-            ends = [
-                w.start + w.length - w.draws + right
-                for w, right in zip(works, accepted, strict=True)
-            ]
-            handle.drafts = drafts.run(KeptTokens(works, ends, tail, logits, order), tells)
-
-        return rest
+    def run(self, drafts: Drafts, tail: Tensor, logits: Tensor, order: RowOrder | None) -> None:
+        """Wait for what was kept, and draft behind it. tail, logits, order: see KeptTokens."""
+        handle = self._handle
+        works = [handle.plan.works[i] for i, _ in handle.wanted.samplers]
+        accepted = self._arriving.wait()[0].tolist()
+        ends = [
+            w.start + w.length - w.draws + right for w, right in zip(works, accepted, strict=True)
+        ]
+        handle.drafts = drafts.run(KeptTokens(works, ends, tail, logits, order), self._tells)
 
 
 class Chain(Drafts):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -80,16 +79,3 @@ def follow(
     wanted = parts.exchange.collect(found, tail)
     out = None if results is None else results.tail_logits[: wanted.shape[0]]
     return found, parts.draft.logits(wanted, out)
-
-
-def cut_to_branches(works: Sequence[Work], most: int) -> tuple[list[Work], list[int]]:
-    """Works whose trees have become chains of as many tokens as a branch can have, which begin with
-    the branch; and the rows of the step that they take.
-    """
-    cut, rows, row = list[Work](), list[int](), 0
-    for work in works:
-        length = min(work.length, most) if work.tokens is None else work.length
-        cut.append(msgspec.structs.replace(work, length=length))
-        rows += range(row, row + length)
-        row += work.length
-    return cut, rows

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
-from ds_runtime.engine.device.parts import Parts, Results, draw, move
+from ds_runtime.engine.device.parts import Parts, Results, draw
 from ds_runtime.engine.speculate.acceptance import (
     Branch,
     Claims,
@@ -22,8 +22,8 @@ from ds_runtime.engine.speculate.acceptance import (
     fronts,
     settle,
 )
+from ds_runtime.engine.speculate.branching import Branching
 from ds_runtime.engine.speculate.follow import follow
-from ds_runtime.engine.speculate.tree import Branches
 from ds_runtime.engine.step.inputs import Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
@@ -45,7 +45,7 @@ class Judged(NamedTuple):
 
 class Verdict:
     """Behind a verification of `frame` on every rank, whose logits are `logits` [rows, vocab] and
-    numbers where `finite` [rows]. trees: of nodes of trees, not of chains.
+    numbers where `finite` [rows]. branching: if its drafts are no chains.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Verdict:
         frame: Frame,
         logits: Tensor,
         finite: Tensor,
-        trees: bool,
+        branching: Branching | None,
     ) -> None:
         self._parts, self._results, self._frame = parts, results, frame
         self._logits, self._finite = logits, finite
@@ -81,7 +81,8 @@ class Verdict:
         self._batch: Batch | None = None
         self._draw: Phase | None = None
         self.replay: Phase | None = None
-        self._branches = Branches(parts, results, frame) if trees else None
+        self._branching = branching
+        self._behind = branching.behind(parts, results, frame) if branching else None
 
     def capture(self, recorder: Recorder, batch: Batch, what: str) -> None:
         """Run it over dummies alone, behind a captured verification of such, then record it. batch:
@@ -90,8 +91,8 @@ class Verdict:
         parts, frame, results = self._parts, self._frame, self._results
         assert parts.draft is not None and batch.decode is not None
         self._batch = batch
-        if self._branches is not None:
-            self._branches.capture(recorder, batch, what)
+        if self._behind is not None:
+            self._behind.capture(recorder, batch, what)
             return
         self._send((), parts.sampler.settings((), self._ids.shape[0]), ())
         self._draw = recorder.record(self._draw_and_judge, what)
@@ -156,7 +157,7 @@ class Verdict:
         return Judged(accepted)
 
     def _op_by_op(self, handle: Handle, at: Placed) -> Judged:
-        """Draws that something goes with, or of trees."""
+        """Draws that something goes with, or behind drafts that branch."""
         parts, works, sent = self._parts, handle.plan.works, Upload(self._parts.device)
         draws = parts.sampler.prepare(handle.wanted.draws, sent)
         claims = claim(handle.plan, handle.wanted, parts.width, sent, parts.simulated)
@@ -176,17 +177,17 @@ class Verdict:
     def settle(self, judged: Judged) -> None:
         """Bring kept branches to their places, where nothing is drafted behind them."""
         if judged.kept is not None and judged.kept[0].order is not None:
-            assert self._batch is not None
+            assert self._batch is not None and self._branching is not None
             branch, rows, _, own = judged.kept
-            move(self._parts, self._batch, branch, rows, own)
+            self._branching.move(self._parts, self._batch, branch, rows, own)
 
     def follow(self, works: Sequence[Work], judged: Judged) -> None:
         """The draft layer's run over the step. works: this rank's."""
-        if self._branches is None:
+        if self._behind is None:
             assert self.replay is not None, "replayed before it was captured"
             self.replay()
         else:
             assert judged.kept is not None
             ids, accepted = self._rows(self._ids), self._sequences(self._accepted)
             branch, rows, *which = judged.kept
-            self._branches.run(works, branch, rows, (which[0], which[1]), ids, accepted)
+            self._behind.run(works, branch, rows, (which[0], which[1]), ids, accepted)

@@ -26,10 +26,14 @@ from ds_runtime.parallel.row_order import adapters_of
 Ints = npt.NDArray[np.int64]
 
 
-class Forest(Protocol):
-    """Trees of drafts on the device: see `speculate.acceptance.Trees`."""
+class Hanging(Protocol):
+    """Drafts that branch, on the device."""
 
-    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
+    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of nodes, and what they see: [rows] each. places: theirs in last_tokens;
+        starts: the root's positions; nodes: how many their sequences have, 0 for dummies, which see
+        all.
+        """
 
 
 class DraftRun(NamedTuple):
@@ -48,7 +52,7 @@ class DraftRun(NamedTuple):
 
 class Rows(NamedTuple):
     """Per token its id, or its place in last_tokens; its position and slot; the nodes of its
-    sequence, where these are trees, 0 for a dummy. lens: tokens of each decoding sequence with
+    sequence, where these branch, 0 for a dummy. lens: tokens of each decoding sequence with
     these; q_lens: its rows, empty if one each. owners: whose pages a row reads, where each is a
     sequence of its own.
     """
@@ -66,8 +70,8 @@ class Frame:
     """Places that never move, for `size` sequences of `queries` tokens each.
 
     states: of the kernels. table: shared by frames of one size. adapts: rows may have adapters.
-    tree: tokens may be nodes of trees; positions and seen, [rows] int64, are made on the device
-    then. each: the page table of every row, [rows, pages], where each is a sequence of its own.
+    Where drafts branch, positions and seen, [rows] int64, are made on the
+    device. each: the page table of every row, [rows, pages], where each is a sequence of its own.
     """
 
     def __init__(
@@ -107,29 +111,29 @@ class StepInputs:
         works: Sequence[Work],
         upload: Upload,
         frame: Frame | None = None,
-        trees: Forest | None = None,
+        branched: Hanging | None = None,
         run: DraftRun | None = None,
     ) -> Added:
-        """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
-        the drafts of each row hang together; None: as chains. Logit rows are in the order of the
-        works, `logit_rows` of each; in a frame all are.
+        """Add a step's arrays to its upload. frame: fill them up for a captured step. branched:
+        how the drafts of each row hang together; None: as chains. Logit rows are in the order of
+        the works, `logit_rows` of each; in a frame all are.
         """
         drawn = count = len(works)
         if run is None:
             drawn = next((i for i, w in enumerate(works) if w.tokens is not None), drawn)
             count = next((i for i, w in enumerate(works) if not w.as_decode), count)
-        rows, table = self._rows(works, (drawn, count), frame, trees, run)
+        rows, table = self._rows(works, (drawn, count), frame, branched, run)
         added = Added(
             rows,
             frame,
-            trees if rows.q_lens else None,
+            branched if rows.q_lens else None,
             numbers=[upload.add(a) for a in (rows.ids, rows.positions, rows.slots)],
             lens=upload.add(np.array(rows.lens, np.int32)),
         )
         if rows.owners is not None:
             added.owners, count = upload.add(rows.owners), len(works)
         decodes, prefills = works[:count], works[count:]
-        if added.trees is not None:
+        if added.branched is not None:
             added.nodes = upload.add(rows.nodes)
         if self.stateful:
             dummies = 0 if frame is None else frame.size - len(works)
@@ -163,7 +167,7 @@ class StepInputs:
         works: Sequence[Work],
         counts: tuple[int, int],
         frame: Frame | None,
-        trees: Forest | None,
+        branched: Hanging | None,
         run: DraftRun | None,
     ) -> tuple[Rows, Table]:
         """And the pages of all works: [works or the frame's size, most]. counts: of the works whose
@@ -178,7 +182,7 @@ class StepInputs:
             one = counts[0] == len(works) and all(w.length == 1 for w in works)
         if one:
             return self._single(works, len(works) if frame is None else frame.size, run), table
-        return self._several(works, counts, table, frame, trees, run), table
+        return self._several(works, counts, table, frame, branched, run), table
 
     def _single(self, works: Sequence[Work], size: int, run: DraftRun | None) -> Rows:
         """One token each: most steps, and a few numbers, for which numpy's calls are slow."""
@@ -216,7 +220,7 @@ class StepInputs:
         counts: tuple[int, int],
         table: Table,
         frame: Frame | None,
-        trees: Forest | None,
+        branched: Hanging | None,
         run: DraftRun | None,
     ) -> Rows:
         """Any number of tokens each. In a frame, and in runs, every sequence has as many: those
@@ -246,7 +250,7 @@ class StepInputs:
                 real = real & (np.array(run.lens) >= about[:, 1] + run.tokens)[:, None]
                 at = np.array(run.positions, np.int64)[:, None] + 0 * along
         slots = np.where(real, table[owner, page].astype(np.int64) * self.page_size + offset, -1)
-        if trees is not None:  # the device knows how deep a node is
+        if branched is not None:  # the device knows how deep a node is
             at = np.where(owner < drawn, start, at)
         nodes = np.minimum(length, queries or length) * real
         rows = np.stack(np.broadcast_arrays(first + along, at, slots, nodes))
@@ -267,11 +271,11 @@ class StepInputs:
         if self.alone:
             owners = np.arange(size).repeat(queries)
             return Rows(ids, positions, slots, nodes, (positions + 1).tolist(), owners=owners)
-        ends = np.full(size, queries if trees is None and run is None else 1)
+        ends = np.full(size, queries if branched is None and run is None else 1)
         if run is not None and run.lens is not None:
             ends[:n] = run.lens
         else:
-            ends[:n] = about[:, 1] + (queries if trees is None else nodes[::queries][:n])
+            ends[:n] = about[:, 1] + (queries if branched is None else nodes[::queries][:n])
         return Rows(ids, positions, slots, nodes, ends.tolist(), (queries,) * size)
 
 
@@ -311,7 +315,7 @@ class Added:
 
     rows: Rows
     frame: Frame | None
-    trees: Forest | None
+    branched: Hanging | None
     numbers: list[int]
     lens: int
     table: int | None = None
@@ -322,16 +326,16 @@ class Added:
     blocks: int | None = None
     prompts: Prompts | None = None
 
-    def batch(self, sent: Upload, states: dict[str, Any], tree: Tensor | None = None) -> Batch:
+    def batch(self, sent: Upload, states: dict[str, Any], seen: Tensor | None = None) -> Batch:
         """The step, over places that never move if it has a frame. Ids are still places in
-        last_tokens, of decode works: see `read_last_tokens`. tree: what rows see, if not what
-        `trees` say.
+        last_tokens, of decode works: see `read_last_tokens`. seen: what rows see, if not what
+        `branched` says.
         """
         ids, positions, slots = (sent[number] for number in self.numbers)
         frame, rows, table = self.frame, self.rows, None
-        if self.trees is not None:
+        if self.branched is not None:
             assert self.nodes is not None
-            positions, tree = self._hang(self.trees, ids, positions, sent[self.nodes])
+            positions, seen = self._hang(self.branched, ids, positions, sent[self.nodes])
         if frame is not None:
             frame.table.take(sent, self.table)
             table, logit_rows = frame.table.tensor, frame.every
@@ -353,17 +357,17 @@ class Added:
             if frame is not None:
                 frame.each = table = table if frame.each is None else frame.each.copy_(table)
         if table is not None and rows.lens:
-            batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, tree)
+            batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, seen)
         if self.prompts is not None:
             batch.prefill = self.prompts.sent(sent)
         return batch
 
     def _hang(
-        self, trees: Forest, ids: Tensor, starts: Tensor, nodes: Tensor
+        self, branched: Hanging, ids: Tensor, starts: Tensor, nodes: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Positions of all rows, of which the first are nodes of trees, and what these see."""
+        """Positions of all rows, of which the first are nodes of branched, and what these see."""
         count = sum(self.rows.q_lens)
-        positions, seen = trees.hang(ids[:count], starts[:count], nodes[:count])
+        positions, seen = branched.hang(ids[:count], starts[:count], nodes[:count])
         if self.frame is None:
             return torch.cat((positions, starts[count:])), seen
         return self.frame.positions.copy_(positions), self.frame.seen.copy_(seen)

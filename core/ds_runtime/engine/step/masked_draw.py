@@ -47,7 +47,7 @@ def can_capture(binding: Binding) -> bool:
     """Whether the kernels that draw behind masks can be captured; if not, they run op by op."""
     needed = {("mask_logits", "sampler"), ("sample", "sampler")}
     chosen = [kernel for site, kernel in binding.choices if (site.op, site.module) in needed]
-    return all(kernel is not None and kernel.graph_safe for kernel in chosen)
+    return all(kernel is not None and kernel.promises.graph_safe for kernel in chosen)
 
 
 class MaskedDraw:

@@ -115,10 +115,10 @@ class WorkResult(msgspec.Struct, kw_only=True):
     """What one work gave: new tokens in order, one more than drafts were right.
 
     `logprobs`: of these tokens, where asked. `prompt_logprobs` has one entry per prompt position
-    start + 1 … that this work covers. `drafts`: for the next step, where asked; where they are a
-    tree with `draft_parents`: behind which of them each comes, counted from 1, or 0. `broken`: the
-    position of the first token, drawn or scored, whose logits were not finite; `tokens` are then
-    those before it.
+    start + 1 … that this work covers. `drafts`: for the next step, where asked; where they
+    branch with `draft_parents`: behind which of them each comes, counted from 1, or 0. `broken`:
+    the position of the first token, drawn or scored, whose logits were not finite; `tokens` are
+    then those before it.
     """
 
     rid: str

@@ -56,14 +56,14 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield f"does not read weight format {facts.weight_format!r}; it reads {read}"
     if facts.phase != "any" and facts.phase not in kernel.phases:
         yield f"does not serve the {facts.phase} phase"
-    if op.absent and facts.ranks.get("ep", 1) > 1 and not kernel.skips_absent:
+    if op.absent and facts.ranks.get("ep", 1) > 1 and not kernel.promises.skips_absent:
         yield Fixable("does not skip experts of other ranks", "leave --ep out")
-    if facts.deterministic and not kernel.deterministic:
+    if facts.deterministic and not kernel.promises.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
     if kernel.footprint.beside and op.name in facts.crowded:
         share = f"{kernel.footprint.beside:.0%}"
         yield f"holds {share} of the weight beside, for which memory has no room"
-    if facts.graph_capture and not kernel.graph_safe:
+    if facts.graph_capture and not kernel.promises.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")
     checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)
     for check in checks:

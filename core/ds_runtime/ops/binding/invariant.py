@@ -26,9 +26,9 @@ _WANTED = {
 def refusals(kernel: Kernel, facts: Facts) -> Iterator[str]:
     """Why a kernel is left out."""
     if facts.own_bits:
-        if not (kernel.batch_invariant and kernel.deterministic):
+        if not (kernel.promises.batch_invariant and kernel.promises.deterministic):
             yield NO_BITS
-        if kernel.rows.bounded and not kernel.bits:
+        if kernel.rows.bounded and not kernel.rows.bits:
             yield NO_SHARE
 
 
@@ -45,8 +45,8 @@ def judged(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The same, without those for some sizes alone where none for all sizes has their bits and
     packing: they would serve calls that they do not ask for."""
     accepted = [kernel for kernel, why in verdicts if why is None]
-    whole = {(k.bits, k.rows.packing) for k in accepted if not k.rows.bounded}
-    lone = [k for k in accepted if k.rows.bounded and (k.bits, k.rows.packing) not in whole]
+    whole = {(k.rows.bits, k.rows.packing) for k in accepted if not k.rows.bounded}
+    lone = [k for k in accepted if k.rows.bounded and (k.rows.bits, k.rows.packing) not in whole]
     return [(k, NO_SHARE if k in lone else why) for k, why in verdicts]
 
 
@@ -61,4 +61,4 @@ def instead(verdicts: Iterable[tuple[Kernel, Iterable[str]]]) -> tuple[str, ...]
 def alike(accepted: Sequence[Kernel]) -> list[Kernel]:
     """The best kernel with those that give rows the same bits."""
     best = accepted[0]
-    return [k for k in accepted if k is best or (k.bits and k.bits == best.bits)]
+    return [k for k in accepted if k is best or (k.rows.bits and k.rows.bits == best.rows.bits)]

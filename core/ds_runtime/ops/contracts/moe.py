@@ -91,7 +91,7 @@ class Experts(Protocol):
 
 class QuantizedExperts(Protocol):
     """What Experts have beside their contract if they round rows to FP8 before they multiply, so
-    that ranks can send each other codes (`Kernel.takes_codes`).
+    that ranks can send each other codes (`Promises.takes_codes`).
 
     `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of so many `rows`:
     (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where it does

@@ -13,7 +13,7 @@ from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, RANK_REFERENCE, Facts, Kernel
 from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.kernel import Footprint, Layout
+from ds_runtime.ops.kernel import Footprint, Layout, Promises
 from ds_runtime.ops.reference.layouts import (
     EXPANDED_PAGES,
     INDEX_PAGES,
@@ -74,9 +74,9 @@ def _offer(name: str) -> Kernel:
         layouts=_ROWS.get(name, _LAYOUTS[op.layout]),
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         contract=op.version,
-        graph_safe=not op.waits,
-        batch_invariant=op.plain,
-        skips_absent=op.absent,
+        promises=Promises(
+            graph_safe=not op.waits, batch_invariant=op.plain, skips_absent=op.absent
+        ),
     )
 
 
@@ -104,16 +104,13 @@ FP8_W8A8 = Kernel(
     phases=frozenset({"prefill", "decode", "verify", "tree"}),
     note="FP8 arithmetic step by step, for comparing numerics; slow",
     numerics="fp8_w8a8",
-    keeps=frozenset({"fp8_block"}),
 )
 
 EXPERTS_FP8_W8A8 = replace(
     FP8_W8A8,
     op=OPS["experts"],
     fn="ds_runtime.ops.reference.matrices.coded_experts:Fp8W8A8Experts",
-    graph_safe=False,
-    skips_absent=True,
-    takes_codes=True,
+    promises=Promises(graph_safe=False, skips_absent=True, takes_codes=True),
 )
 
 _KEYS = 20 * SCORES  # bytes: of each score two whole numbers, and a copy

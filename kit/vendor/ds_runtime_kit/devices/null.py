@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ds_runtime.ops.contract import RANK_PLATFORM, DeviceInfo, Facts, Kernel, Refusal
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.kernel import Layout
+from ds_runtime.ops.kernel import Layout, Promises
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Communicator, MemoryInfo, Platform
 from ds_runtime.plugins.hookspecs import hookimpl
@@ -91,7 +91,7 @@ def _offer(name: str) -> Kernel:
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note="computes nothing",
         contract=op.version,
-        skips_absent=op.absent,
+        promises=Promises(skips_absent=op.absent),
     )
 
 

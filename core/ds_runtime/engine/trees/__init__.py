@@ -1,0 +1,1 @@
+"""Drafts as trees. Optional: `speculate/branching.py` alone names this folder."""
