@@ -79,7 +79,7 @@ def weigh_turns(ids: np.ndarray, marks: dict[str, int]) -> np.ndarray:
     weights = np.zeros(len(ids), np.uint8)
     begins = np.flatnonzero(ids[:-1] == marks[dt.ASSISTANT]) + 1
     ends = np.flatnonzero(ids == marks[dt.EOS])
-    thinks = (ids == marks["<think>"]).any()
+    thinks = (ids[begins] == marks["<think>"]).any()  # the text about tools says it, too
     for begin in begins:
         if not thinks or ids[begin] == marks["<think>"]:
             end = ends[ends >= begin]

@@ -281,6 +281,9 @@ V4 = {
     "[prefix hits](cache-groups.md) where prompts part, `convert`": "*ran on* CPUs, *unrun* on "
     "other devices",
     "drafts, adapters, `--disable-mla`, `--batch-invariant`": "refused, with a sentence",
+    "[`demo-v4`](demo.md#a-sibling-of-the-deepseek-v4-architecture)": (
+        "trained on an H200; *ran on* CPUs"
+    ),
 }
 
 

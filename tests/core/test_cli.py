@@ -317,7 +317,7 @@ def test_plan_names_a_kernel_for_every_op_it_needs(capsys: Capture, tiny: str) -
 
 
 @pytest.mark.parametrize("device", [(), ("--device", "h200"), ("--device", "910b")])
-@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+@pytest.mark.parametrize("model", ["demo", "demo-v32", "demo-v4"])
 def test_plan_prints_one_line_per_op(capsys: Capture, model: str, device: tuple[str, ...]) -> None:
     """With all sites and notes of the op's kernels; who lost and refused, with --verbose alone."""
     _, out, _ = run(capsys, "plan", "--model", model, *device)

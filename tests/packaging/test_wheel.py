@@ -39,7 +39,9 @@ def test_a_wheel_has_libraries_demo_and_licence(tmp_path):
     assert any("ds_runtime_cpu/_lib/" in n and "ds_cpu_generic" in n for n in held)
     assert any(n.startswith("ds_runtime/demo/") and n.endswith(".safetensors") for n in held)
     assert any(n.startswith("ds_runtime/demo/") and n.endswith("config.json") for n in held)
-    assert {f"ds_runtime/demo_v32/{n}" for n in ("config.json", "model.safetensors")} <= set(held)
+    for sibling in ("demo_v32", "demo_v4"):
+        files = ("config.json", "model.safetensors")
+        assert {f"ds_runtime/{sibling}/{n}" for n in files} <= set(held)
     assert any(n.endswith("licenses/LICENSE") for n in held)
     for plugin in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"):
         assert f"ds_runtime_{plugin}/__init__.py" in held

@@ -12,7 +12,11 @@ from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.files import LISTS, read_object
 from ds_runtime.errors import CheckpointError
 
-EMBEDDED = {"demo": "ds_runtime.demo", "demo-v32": "ds_runtime.demo_v32"}
+EMBEDDED = {
+    "demo": "ds_runtime.demo",
+    "demo-v32": "ds_runtime.demo_v32",
+    "demo-v4": "ds_runtime.demo_v4",
+}
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # data only: no code, no pickle
 
 

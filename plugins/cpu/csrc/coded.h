@@ -7,7 +7,7 @@
 // Codes (Fp8Codes in fp8.h, Fp4Codes in fp4.h) have
 //   static constexpr int64_t PAIR, HEAD;   // bytes of a pair of k, of the scales of a group
 //   static constexpr float LIFT;           // what a widened code lacks
-//   static constexpr bool VECTORS;         // AVX2: Widen has vectors(p, body), a pair vector by vector
+//   static constexpr bool VECTORS;         // AVX2: Widen has columns<n>(p, c0, body), n vectors of a pair
 //   static F scales(const char* head, int c);   // of columns c and on
 //   struct Widen;   // pair(p, out): a pair of k as bfloat16 [64][2], or as four vectors of 16 columns
 #pragma once
@@ -32,7 +32,7 @@ struct Coded : TilesOf<X> {
 #elif defined(__AVX512BW__)
   static constexpr int ONE_PASS = sizeof(X) != 2 ? 0 : DS_BF16_DOTS ? 4 : 6;
 #elif defined(__AVX2__)
-  static constexpr int ONE_PASS = Codes::VECTORS ? MAX_ONE_PASS : 0;
+  static constexpr int ONE_PASS = Codes::VECTORS ? 3 : 0;  // more are slower than from memory
 #else
   static constexpr int ONE_PASS = 0;
 #endif
@@ -153,17 +153,20 @@ struct Coded : TilesOf<X> {
     }
 #elif defined(__AVX2__)
     if constexpr (M <= ONE_PASS) {  // a vector at a time: registers hold no more beside the sums
-      static_assert(ONE_PASS == 1 || ONE_PASS == 0, "the sums of a row fill half of the registers");
+      constexpr int C = CHUNK_VECTORS<M>;
       const typename Codes::Widen widen;
       groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
+                [&](int64_t k, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
                   const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
-                  each_pair<1>(n, rows, fetch, [&](const auto& row, int64_t i) {
-                    const F first = F::all(row[0][i]), second = F::all(row[0][i + 1]);
-                    widen.vectors(w, [&](int c, __m256i v) {
+                  each_pair<M>(n, rows, fetch, [&](const auto& row, int64_t i) {
+                    widen.template columns<C>(w, c0, [&](int c, __m256i v) {
                       F even, odd;
                       split_pairs(v, even, odd);
-                      acc[0][c] = fma(odd, second, fma(even, first, acc[0][c]));
+                      DS_UNROLL
+                      for (int m = 0; m < M; ++m) {
+                        const F first = F::all(row[m][i]), second = F::all(row[m][i + 1]);
+                        acc[m][c] = fma(odd, second, fma(even, first, acc[m][c]));
+                      }
                     });
                     w += Codes::PAIR;
                   });

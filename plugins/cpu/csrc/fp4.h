@@ -80,18 +80,18 @@ struct Fp4Widen {
 struct Fp4Widen {
   const __m256i low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.low));
   const __m256i high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.high));
-  // body(i, the pairs of columns 8 i to 8 i + 7)
-  template <class Body>
-  void vectors(const uint8_t* p, Body body) const {
+  // body(i, the pairs of columns c0 + 8 i to c0 + 8 i + 7) for `vectors` of them, an even number
+  template <int vectors, class Body>
+  void columns(const uint8_t* p, int c0, Body body) const {
     DS_UNROLL
-    for (int i = 0; i < 8; i += 4, p += 32) {
-      const __m256i line = _mm256_loadu_si256((const __m256i*)p);
-      two(line, i, body);
-      two(_mm256_srli_epi16(line, 4), i + 2, body);
+    for (int i = 0; i < vectors; i += 2) {
+      const int c = c0 + 8 * i;
+      const __m256i line = _mm256_loadu_si256((const __m256i*)(p + c / 32 * 32));
+      two(c % 32 ? _mm256_srli_epi16(line, 4) : line, i, body);
     }
   }
   void pair(const uint8_t* p, bf16* out) const {
-    vectors(p, [&](int i, __m256i v) { _mm256_storeu_si256((__m256i*)(out + 16 * i), v); });
+    columns<8>(p, 0, [&](int i, __m256i v) { _mm256_storeu_si256((__m256i*)(out + 16 * i), v); });
   }
 
  private:

@@ -189,3 +189,32 @@ def test_attention_by_blocks_is_attention(tools, length, window, ratio, seed):
     )
     found = tools[1].attend(q, kv, entries, window, ratio or 1)
     torch.testing.assert_close(found, want.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_documents_are_v4s_and_keep_off_what_is_held_out(tools, tmp_path):
+    """What counts in the loss is answers up to their end, in the words of V4's encoding."""
+    text, about = map(importlib.import_module, ("demo_text", "demo_v4_text"))
+    (tmp_path / "text").mkdir()
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghiklmnoprstu", k=draw.randint(3, 8))) for _ in range(400)]
+    book = " ".join(draw.choice(words) for _ in range(20_000))
+    (tmp_path / "text" / "book.txt").write_text(book)
+    source = about.Documents(tmp_path, "seed")
+    assert len(source.banned.pairs) > 400 and len(source.keys) == 400 and len(source.names) == 600
+    kinds = dict.fromkeys(("<think>", "｜DSML｜invoke", "Reasoning Effort", "Response Format"), 0)
+    documents = [d for _ in range(300) for d in source.short()]
+    documents += [d for _ in range(4) for d in source.long(2048)]
+    assert len(documents) > 250
+    for ids, weights in documents:
+        said = source.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        assert said.startswith(text.BOS) and not text.pairs_in(said) & source.banned.pairs
+        if "## Tools" not in said:  # their parameters are no fields of an answer
+            assert not any(f'"{name}":' in said for name in source.names)
+        assert not any(f"key of {name} " in said for name in source.keys)
+        asked = said.rindex(text.ASSISTANT) + len(text.ASSISTANT)
+        assert said[asked:].startswith(("<think>", "</think>"))
+        counted = source.tokenizer.decode(ids[weights == 100].tolist(), skip_special_tokens=False)
+        assert counted.endswith(text.EOS) and text.USER not in counted
+        for kind in kinds:
+            kinds[kind] += kind in said
+    assert min(kinds.values()) > 10

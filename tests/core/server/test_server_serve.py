@@ -21,6 +21,7 @@ from fastapi.testclient import TestClient
 from server_harness import until
 
 from ds_runtime import hookimpl
+from ds_runtime.checkpoint.hub import EMBEDDED
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
@@ -251,7 +252,7 @@ def test_listen():
 def test_model_name(tmp_path):
     (tmp_path / "v2-lite").mkdir()
     assert model_name(str(tmp_path / "v2-lite") + "/") == "v2-lite"
-    assert [model_name(m) for m in ("demo", "demo-v32")] == ["demo", "demo-v32"]
+    assert [model_name(m) for m in EMBEDDED] == [*EMBEDDED]
     assert model_name("deepseek-ai/DeepSeek-V2-Lite") == "deepseek-ai/DeepSeek-V2-Lite"
 
 
