@@ -27,11 +27,11 @@ def flops(widths, start, length):
     sizes = Sizes(facts=Facts(device, Dims(dict(zip(NAMES, widths, strict=True)))))
     absorb, decode = OPS["mla_absorb"].cost.calls, OPS["mla_decode"].cost.calls["run"][1]
     heads, nope, rope, v, _ = widths
-    seen = [start + j + 1 for j in range(length)]
-    pairs = sum(2.0 * heads * (nope + rope + v) * n for n in seen)
-    expanded = absorb["expand"][1](sizes, start + length).flops + pairs
+    seen = sum(start + j + 1 for j in range(length))
+    attended = 2.0 * heads * (nope + rope + v) * seen
+    expanded = absorb["expand"][1](sizes, start + length).flops + attended
     absorbed = sum(absorb[method][1](sizes, length).flops for method in ("apply_q", "apply_v"))
-    return expanded, absorbed + sum(decode(replace(sizes, context=n), 1).flops for n in seen)
+    return expanded, absorbed + decode(replace(sizes, context=seen), 1).flops
 
 
 @given(widths=WIDTHS, start=st.integers(0, 5000), length=st.integers(1, 300))
