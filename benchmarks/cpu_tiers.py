@@ -43,10 +43,11 @@ def drawn(args: argparse.Namespace, tokens: int, seed: int) -> list[int]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt fits on the device, and twice into host memory."""
+    """The prompt fits on the device, and twice into host memory, half of which a request may fill
+    from the disk."""
     given: dict[str, Any] = {n: value(v) for n, _, v in (s.partition("=") for s in args.set)}
     given = {"load_format": load_format(args.checkpoint), "platform": "cpu", **given}
-    given = {"context_length": args.tokens + 1024, "hicache_ratio": 1.0, **given}
+    given = {"context_length": args.tokens + 1024, "hicache_ratio": 2.0, **given}
     return {**given, "enable_hierarchical_cache": True, "disk_cache": str(args.folder)}
 
 

@@ -84,7 +84,6 @@ def test_two_nodes_answer_as_one_and_leave_together(tmp_path):
         assert gone(every, 2)
 
 
-@pytest.mark.slow
 def test_nodes_that_share_a_folder_keep_what_was_cached(tmp_path):
     """Both write to it and read it, over a restart of both."""
     token, folder = secrets(tmp_path, "word")[0], tmp_path / "cache"
@@ -105,13 +104,12 @@ def test_nodes_that_share_a_folder_keep_what_was_cached(tmp_path):
     assert cold == again and not none and stored >= 64
 
 
-@pytest.mark.parametrize("words", [("here", "there")])
-def test_nodes_without_a_shared_folder_compute(tmp_path, words):
+def test_nodes_without_a_shared_folder_compute(tmp_path):
     """A page that one of them cannot read is computed by both."""
     token, said = secrets(tmp_path, "word")[0], []
     own = [
         (*token, "--enable-hierarchical-cache", "--disk-cache", str(tmp_path / word))
-        for word in words
+        for word in ("here", "there")
     ]
     body = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
     for _ in range(2):
@@ -123,6 +121,7 @@ def test_nodes_without_a_shared_folder_compute(tmp_path, words):
     assert said[0] == said[1] == (said[0][0], 0)
 
 
+@pytest.mark.slow
 def test_groups_of_attention_on_nodes_of_their_own():
     with LLM("demo", platform="cpu", dtype="float32", kv_memory="200MB") as alone:
         (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
