@@ -92,7 +92,10 @@ def test_any_points_give_a_time_between_or_beyond_them(points, rows, nbytes, flo
 def test_experts_follow_rows_that_meet_a_weight_not_rows():
     """Four times as many experts, for four times as many rows, read four times as much at the same
     rate; at as many rows they would be taken for those of a call that multiplies more."""
-    few = [Point(n, 1e6 * min(n, 8), 2e6 * n, 1e-3 * max(n, 8) / 8) for n in (1, 8, 32, 128)]
+    few = []
+    for n in (1, 8, 32, 128):
+        reached = min(n, 8)  # experts, which take as long until each meets many rows
+        few.append(Point(n, 1e6 * reached, 2e6 * n, 1e-3 * reached * (3 if n > 32 else 1)))
     made = costs(few)
     made = Costs(
         **{**_fields(made), "kernels": {"a.b:apply": KernelCost("experts", "bfloat16", tuple(few))}}
