@@ -1,8 +1,8 @@
 """Decode steps as `plan` predicts them, and how far off measured ones are.
 
-python benchmarks/predicted_steps.py --costs FILE [--device NAME] [--shapes v2-lite v3-slice]
-    [--dtype fp8] [--requests 1 8 32 64 128 256 512] [--ranks 2] [--out FILE]
-    [--against FILE ...]
+python benchmarks/predicted_steps.py --costs FILE [--device NAME] [--without FEATURE ...]
+    [--shapes v2-lite v3-slice] [--dtype fp8] [--requests 1 8 32 64 128 256 512] [--ranks 2]
+    [--out FILE] [--against FILE ...]
 
 Nothing runs on a device. The arms are those of `benchmarks/device_ranks.py`, whose lines --against
 takes, and `one`, a single device. Requests have as many cached tokens as the steps that it times
@@ -55,7 +55,9 @@ def assembled(folder: Path, shape: str, args: argparse.Namespace, arm: str) -> A
     settings = settings_of(arm, args.ranks, args.requests)
     settings |= {"model": str(named), "load_format": "dummy"}
     settings["kv_memory"] = 6 * 10**9
-    return assemble(EngineConfig(**settings), set(settings), device=args.device)
+    return assemble(
+        EngineConfig(**settings), set(settings), device=args.device, without=args.without
+    )
 
 
 def measured(files: list[Path]) -> dict[tuple[str, str, str, int], float]:
@@ -103,6 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--costs", type=Path, required=True)
     parser.add_argument("--device", default="h200")
+    about = "features that the device lacks, as of plan"
+    parser.add_argument("--without", nargs="*", default=[], help=about)
     parser.add_argument("--shapes", nargs="+", default=["v2-lite", "v3-slice"])
     parser.add_argument("--dtype", default="fp8")
     sizes = [1, 8, 32, 64, 128, 256, 512]

@@ -273,8 +273,10 @@ PARTS = {
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
 COSTS = {
-    "`tune costs`, `tune comm`": "*ran on* CPUs, *unrun* on other devices",
-    "predicted steps (`plan`)": "*ran on* CPUs, held against measured steps within a factor of 5",
+    "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",
+    "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
+    "prefills (`plan`)": "held against two H200s: a third too fast",
+    "costs that come with the tree": "of an H200 without DeepGEMM and FlashMLA",
 }
 V4 = {
     "text, `--tp`, `--ep`, `--quantize`, DP attention": "*ran on* CPUs, *unrun* on other devices",

@@ -2,7 +2,8 @@
 
 A `Costs` holds measured points alone. What was not measured follows from those beside it: between
 two sizes by a straight line over the roof, the least time that the device's rates allow; between
-two numbers of rows by a power. Nothing here was fitted to a step.
+two numbers of rows by a power (of routed experts: of rows that meet a weight, as experts differ in
+number). Nothing here was fitted to a step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ds_runtime.ops.declare import OpWork
 
 FORMAT = 1
 KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather")  # of collectives
+_ROUTED = {"experts", "experts_limited"}
+_FAR = 4.0  # times the load, from which a point says little
 _LEAST = 1e-9  # seconds: less is not measured
 
 
@@ -35,7 +38,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Points of one method of a kernel. arithmetic: the dtype in which it multiplies."""
+    """Points of one method of a kernel, place by place, rows rising at each. arithmetic: the dtype
+    in which it multiplies."""
 
     op: str
     arithmetic: str
@@ -74,29 +78,40 @@ class Costs:
         rate = self.compute.get(arithmetic) or min(self.compute.values(), default=math.inf)
         return max(work.nbytes / self.bandwidth, work.flops / rate)
 
-    def seconds(self, name: str, rows: int, work: Callable[[int], OpWork]) -> float:
-        """Of a call of "kernel:method". work: what it must do at so many rows. KeyError for what
+    def seconds(self, name: str, rows: int, work: OpWork) -> float:
+        """Of a call of "kernel:method" with so many rows that must do this work. KeyError for what
         was not measured."""
         cost = self.kernels[name]
-        sizes = sorted({point.rows for point in cost.points})
-        below, above = _around(sizes, rows)
-        at = {n: self._at(cost, n, work(n)) for n in (below, above)}
-        if not below < rows < above:  # measured, or beyond what was
-            known = self.roof(work(below), cost.arithmetic)
-            more = self.roof(work(rows), cost.arithmetic) / known if known else rows / below
-            return at[below] if rows == below else _scaled(at[below], more, self.floor)
-        share = math.log(rows / below) / math.log(above / below)
-        return float(at[below] ** (1 - share) * at[above] ** share)
+        load, roof = _load(cost.op, rows, work), self.roof(work, cost.arithmetic)
+        found = [self._at(cost, series, load) for series in _series(cost.points)]
+        near = [(at, seconds) for at, seconds, far in found if not far]
+        return _on(_means(near or [(at, s) for at, s, _ in found]), roof, self.floor)
 
     def unmeasured(self, work: OpWork, arithmetic: str) -> float:
         """Of a call of a kernel that has no points: its roof, and no less than the smallest op."""
         return max(self.floor, self.roof(work, arithmetic))
 
-    def _at(self, cost: KernelCost, rows: int, work: OpWork) -> float:
-        """Of a call with a number of rows that was measured."""
-        here = [p for p in cost.points if p.rows == rows]
-        curve = _means((self.roof(_work(p), cost.arithmetic), p.seconds) for p in here)
-        return _on(curve, self.roof(work, cost.arithmetic), self.floor)
+    def _at(
+        self, cost: KernelCost, series: Sequence[Point], load: float
+    ) -> tuple[float, float, bool]:
+        """(roof, seconds) of a series at a load, and whether none of its points is near."""
+        points = []
+        for p in series:
+            work = OpWork(reads=p.nbytes, flops=p.flops)
+            at = _load(cost.op, p.rows, work)
+            points.append((at, self.roof(work, cost.arithmetic), p.seconds))
+        points.sort()
+        at = bisect_left([one for one, *_ in points], load)
+        below, above = points[max(0, at - 1)], points[min(at, len(points) - 1)]
+        if at == 0:
+            below = above
+        if above[0] == load or below == above or below[0] == above[0]:
+            one = above if above[0] == load or at < len(points) else below
+            return one[1], one[2], max(load / one[0], one[0] / load) > _FAR
+        share = math.log(load / below[0]) / math.log(above[0] / below[0])
+        roof = below[1] ** (1 - share) * above[1] ** share
+        seconds = below[2] ** (1 - share) * above[2] ** share
+        return roof, seconds, above[0] / below[0] > _FAR**2
 
     def collective(self, kind: str, ranks: int, nbytes: float) -> float:
         """Of a collective, `nbytes` being those of the whole: what is summed, or what is gathered.
@@ -189,16 +204,22 @@ def _packed(costs: Costs) -> dict[str, Any]:
     return {"format": FORMAT, **raw}
 
 
-def _work(point: Point) -> OpWork:
-    return OpWork(reads=point.nbytes, flops=point.flops)
+def _series(points: Sequence[Point]) -> list[list[Point]]:
+    """Points of one place each: rows rise in one, as they are measured."""
+    found = list[list[Point]]()
+    for point in points:
+        if not found or point.rows <= found[-1][-1].rows:
+            found.append([])
+        found[-1].append(point)
+    return found
 
 
-def _around(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
-    """The largest that is not above `wanted` and the smallest that is not below; at the ends the
-    same twice."""
-    at = bisect_left(sizes, wanted)
-    above = sizes[min(at, len(sizes) - 1)]
-    return (above if above <= wanted else sizes[max(at - 1, 0)]), above
+def _load(op: str, rows: int, work: OpWork) -> float:
+    """What the efficiency of a call hangs on beside its size: its rows, and of routed experts those
+    that meet each weight that is read."""
+    if op in _ROUTED and work.flops and work.nbytes:
+        return work.flops / (2 * work.nbytes)
+    return float(rows)
 
 
 def _means(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -97,7 +97,7 @@ def _seconds(costs: Costs, call: Call, found: Predicted, dtype: str) -> float:
     names = [call.name, call.name.replace(":apply_quantized", ":apply")]
     for name in names:
         if name in costs.kernels:
-            return costs.seconds(name, call.rows, call.work)
+            return costs.seconds(name, call.rows, call.work(call.rows))
     found.unmeasured.add(call.kernel.name)
     return costs.unmeasured(call.work(call.rows), arithmetic(call.kernel, dtype))
 

@@ -46,8 +46,8 @@ def costs(points=(), collectives=None, **more):
 
 
 def read(nbytes):
-    """Work that only reads, whatever the rows."""
-    return lambda rows: OpWork(reads=nbytes)
+    """Work that only reads."""
+    return OpWork(reads=nbytes)
 
 
 def test_the_roof_is_what_takes_longer():
@@ -58,7 +58,7 @@ def test_the_roof_is_what_takes_longer():
 
 
 def test_points_are_met_and_lie_on_lines_between():
-    made = costs([Point(8, 1e6, 0, 2e-3), Point(8, 3e6, 0, 5e-3), Point(32, 1e6, 0, 8e-3)])
+    made = costs([Point(8, 1e6, 0, 2e-3), Point(32, 1e6, 0, 8e-3), Point(8, 3e6, 0, 5e-3)])
     at = made.seconds
     assert at("a.b:apply", 8, read(1e6)) == 2e-3
     assert at("a.b:apply", 8, read(3e6)) == 5e-3
@@ -67,7 +67,7 @@ def test_points_are_met_and_lie_on_lines_between():
     # beyond the points: the floor stays, the rest grows with the roof
     assert at("a.b:apply", 8, read(6e6)) == pytest.approx(FLOOR + (5e-3 - FLOOR) * 2)
     assert at("a.b:apply", 8, read(5e5)) == pytest.approx(FLOOR + (2e-3 - FLOOR) / 2)
-    more = at("a.b:apply", 64, lambda rows: OpWork(reads=rows * 1e6 / 32))
+    more = at("a.b:apply", 64, read(2e6))
     assert more == pytest.approx(FLOOR + (8e-3 - FLOOR) * 2)
     with pytest.raises(KeyError):
         at("a.c:apply", 8, read(1))
@@ -81,13 +81,29 @@ point = st.builds(Point, st.integers(1, 9000), sizes, sizes, times)
 @given(st.lists(point, min_size=1, max_size=12), st.integers(1, 20000), sizes, sizes)
 def test_any_points_give_a_time_between_or_beyond_them(points, rows, nbytes, flops):
     made = costs(points)
-    got = made.seconds("a.b:apply", rows, lambda n: OpWork(reads=nbytes, flops=flops))
-    assert 0 < got < math.inf
-    for one in points:
-        same = [p for p in points if p.rows == one.rows]
-        if len(same) == 1:
-            work = OpWork(reads=one.nbytes, flops=one.flops)
-            assert made.seconds("a.b:apply", one.rows, lambda n, w=work: w) == one.seconds
+    assert 0 < made.seconds("a.b:apply", rows, OpWork(reads=nbytes, flops=flops)) < math.inf
+    one_place = list({p.rows: p for p in sorted(points, key=lambda p: p.rows)}.values())
+    made = costs(one_place)
+    for p in one_place:
+        work = OpWork(reads=p.nbytes, flops=p.flops)
+        assert made.seconds("a.b:apply", p.rows, work) == p.seconds
+
+
+def test_experts_follow_rows_that_meet_a_weight_not_rows():
+    """Four times as many experts, for four times as many rows, read four times as much at the same
+    rate; at as many rows they would be taken for those of a call that multiplies more."""
+    few = []
+    for n in (1, 8, 32, 128):
+        reached = min(n, 8)  # experts, which take as long until each meets many rows
+        few.append(Point(n, 1e6 * reached, 2e6 * n, 1e-3 * reached * (3 if n > 32 else 1)))
+    made = costs(few)
+    made = Costs(
+        **{**_fields(made), "kernels": {"a.b:apply": KernelCost("experts", "bfloat16", tuple(few))}}
+    )
+    for p in few:
+        work = OpWork(reads=4 * p.nbytes, flops=4 * p.flops)
+        got = made.seconds("a.b:apply", 4 * p.rows, work)
+        assert got == pytest.approx(4 * p.seconds, rel=0.01)
 
 
 @given(st.lists(point, min_size=1, max_size=9))
