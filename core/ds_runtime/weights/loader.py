@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from ds_runtime.lora.slots import Delta, LoraSlots
 from ds_runtime.model.expert_counts import ExpertCounts
 from ds_runtime.model.layers import (
     Absorb,
+    Codes,
     Embedding,
     ExpertsLayer,
     GroupedLayer,
@@ -65,7 +67,9 @@ from ds_runtime.weights.quant import PartRequest, Place, Quant
 from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, GroupedLayer, Absorb, MlaInputsLayer, ExpertsLayer)
-_PROBED = (1, 16, 256, 4096)  # rows of calls that ranks compare their codes for
+# Rows of calls that ranks compare their codes for. Where weights decide which kernel serves, as in
+# Footprint.beside, ranks may differ: of a call all must have codes, or none.
+_PROBED = (*range(1, 65), *(1 << n for n in range(7, 16)))
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
 
@@ -355,13 +359,13 @@ class Loader:
 
     def agree_on_codes(self, experts: ExpertsLayer | AdaptedExperts) -> bool:
         """Whether all ranks make the same codes of rows for the experts of a layer: collective."""
-        said = list[list[list[list[float]]] | None]()
+        said = list[str]()
         if isinstance(experts, ExpertsLayer):
             row = torch.linspace(-1, 1, self.config.hidden, device=self.device, dtype=self.dtype)
             every = (experts.quantized(rows, row.unsqueeze(0)) for rows in _PROBED)
-            said = [None if one is None else [t.float().tolist() for t in one] for one in every]
+            said = ["" if one is None else _digest(one) for one in every]
         alike = all(one == said for one in self.comm.gather_objects(said))
-        return alike and any(one is not None for one in said)
+        return alike and any(said)
 
     def expert_slots(self, moe: MoeNode) -> Tensor | None:
         """[experts + shared slots] int32: of each its slot on this rank, −1 where another has it;
@@ -386,3 +390,9 @@ class Loader:
         kernel, facts = self.ops(*at).experts, self.bound.facts("experts", *at)
         source = LayerExperts(self, moe, facts.weight_format)
         return self._packed(ExpertsLayer(kernel, source, facts))
+
+
+def _digest(codes: Codes) -> str:
+    """Of their bits."""
+    parts = (t.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for t in codes)
+    return sha256(b"".join(parts)).hexdigest()

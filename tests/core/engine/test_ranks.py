@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.process.launch import _events
@@ -14,6 +15,7 @@ from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter
 from ds_runtime.errors import ConfigError
+from ds_runtime_kit.models.tiny import write_tiny
 
 
 class Devices:
@@ -56,6 +58,22 @@ def test_devices_are_numbered_through_and_groups_by_themselves():
         join(every[3], assembly)
     with pytest.raises(ConfigError, match=r"^--tp 4: 4 devices .* only 0 to 2; give less"):
         join(specs(tp=4, dp=1)[3], assembly)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_a_rank_says_of_weights_follows_them_where_nodes_have_their_own(tmp_path, nodes):
+    """The same config.json, and trained anew; on one machine all ranks read the same files."""
+    found = []
+    for name, seed in (("own", 0), ("copy", 0), ("other", 1)):
+        write_tiny(tmp_path / name, "v3", seed=seed)
+        there = {"nnodes": 2, "dist_init_addr": "127.0.0.1:9"} if nodes == 2 else {}
+        config = EngineConfig(model=str(tmp_path / name), tp=2, platform="cpu", **there)
+        spec = RankSpec(config, (), (), tmp_path, 0)
+        found.append(spec.hello(assemble(config, ("tp", "platform"))))
+    own, copy, other = found
+    assert own.model == copy.model == other.model
+    assert own.weights == copy.weights and (own.weights != other.weights) is (nodes == 2)
+    assert bool(own.weights) is (nodes == 2)
 
 
 @pytest.mark.parametrize("alone", [False, True])

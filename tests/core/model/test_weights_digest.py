@@ -65,6 +65,20 @@ def test_large_tensors_are_read_in_part(tmp_path, monkeypatch):
     assert sum(read) == 3 * 4096
 
 
+@given(most=st.integers(1, 12), count=st.integers(1, 40))
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_so_many_tensors_are_read_at_most(tmp_path, monkeypatch, most, count):
+    """Names, shapes and formats of all count, and a change in all of them is seen."""
+    read, whole = [], os.pread
+    own = folder(tmp_path / "a", {f"{n}": torch.full((9,), 1.0) for n in range(count)})
+    other = folder(tmp_path / "b", {f"{n}": torch.full((9,), 2.0) for n in range(count)})
+    more = folder(tmp_path / "c", {f"{n}": torch.full((9,), 1.0) for n in range(count + 1)})
+    with monkeypatch.context() as m:
+        m.setattr(digest.os, "pread", lambda f, n, at: read.append(n) or whole(f, n, at))
+        found = [digest.weights_digest(f, stamps_of(f), most) for f in (own, other, more)]
+    assert len(set(found)) == 3 and 3 <= len(read) <= 3 * most
+
+
 @pytest.mark.parametrize("how", ["written", "replaced", "written, times set back", "added"])
 @pytest.mark.parametrize("which", ["config.json", "model.safetensors"])
 def test_files_that_changed_since_they_were_loaded_have_none(tmp_path, which, how):

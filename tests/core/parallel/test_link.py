@@ -99,6 +99,7 @@ def test_ranks_are_told_where_to_meet_then_what_to_do_then_to_leave(address):
         ({"version": "0.0.9"}, "runs ds-runtime 0.0.9, and rank 0"),
         ({"size": 4}, "has --tp 4, and rank 0 --tp 3"),
         ({"model": "n"}, "has another checkpoint than rank 0, by its config.json"),
+        ({"weights": "w"}, "has other weights than rank 0, under the same config.json"),
         ({"plan": '{"tp": 2}'}, 'there) against rank 0 (here): {"tp": 3} here, {"tp": 2} there'),
     ],
 )

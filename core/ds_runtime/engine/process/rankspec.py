@@ -15,12 +15,15 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.config.ranks import check_secret
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.digest import weights_digest
 from ds_runtime.parallel.link.end import LinkKeys, is_free, secret
 from ds_runtime.parallel.link.messages import Hello
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
+
+_COMPARED = 2048  # tensors of a checkpoint of which parts are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,15 @@ class RankSpec:
         """What this rank says of itself to rank 0."""
         plan = json.dumps(assembly.plan.to_dict(), default=list)
         model = hashlib.sha256((assembly.folder / "config.json").read_bytes()).hexdigest()
-        return Hello(self.rank, self.size, plan, model)
+        return Hello(self.rank, self.size, plan, model, self._weights(assembly))
+
+    def _weights(self, assembly: Assembly) -> str:
+        """Digests of what this node loads, where others have files of their own."""
+        if not self.nodes or self.config.load_format == "dummy":
+            return ""
+        drafts = [] if assembly.nextn is None else [assembly.nextn.folder]
+        folders = dict.fromkeys([assembly.folder, *drafts])
+        return " ".join(weights_digest(f, assembly.stamps, _COMPARED) for f in folders)
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""

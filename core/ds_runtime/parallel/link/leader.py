@@ -181,6 +181,11 @@ class Leader:
                 f"{place} has another checkpoint than rank 0, by its config.json: give every node "
                 "the same --model"
             )
+        if hello.weights != own.weights:
+            return (
+                f"{place} has other weights than rank 0, under the same config.json: give every "
+                "node the same files of --model"
+            )
         if hello.plan != own.plan:
             changes = self._differ(own.plan, hello.plan) or ["other notes, ranks or refusals"]
             return (

@@ -40,13 +40,15 @@ Lost = Callable[[str], None]
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """What a rank says of itself. plan: all that must be decided alike, as JSON; model: a digest of
-    the checkpoint's configuration.
+    the checkpoint's configuration; weights: one of parts of its tensors, where nodes have files of
+    their own.
     """
 
     rank: int
     size: int
     plan: str
     model: str = ""
+    weights: str = ""
     version: str = __version__
 
 
