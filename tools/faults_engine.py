@@ -19,14 +19,20 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/kv/prefix.py",
         "if i >= known or not n.is_proved",
         "if not n.is_proved",
-        ("tests/core/engine/test_pages_prefix.py",),
+        (
+            "tests/core/engine/test_pages_prefix.py::test_what_is_discarded_is_never_matched_again",
+            "tests/core/engine/test_pages_prefix.py",
+        ),
     ),
     Fault(
         "decode page off by one",
         INPUTS,
         "slots = [p[t // n] * n",
         "slots = [p[max(t - 1, 0) // n] * n",
-        ("tests/core/engine/test_batch.py",),
+        (
+            "tests/core/engine/test_batch.py::test_batch_equals_the_naive_construction",
+            "tests/core/engine/test_batch.py",
+        ),
     ),
     Fault(
         "swapped shard",
@@ -62,14 +68,21 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/kv/snapshots.py",
         "        while node.parent is not None and node not in self:\n",
         "        while False:\n",
-        ("tests/core/engine/test_snapshots.py",),
+        (
+            "tests/core/engine/test_snapshots.py::TestSnapshots",
+            "tests/core/engine/test_snapshots.py",
+        ),
     ),
     Fault(
         "what prompts have gone on from is pushed out",
         "core/ds_runtime/kv/snapshots.py",
         "if len(self._read) > self.pool.num_pages // 4:",
         "if self._read:",
-        ("tests/core/engine/test_snapshots.py", "tests/core/engine/test_toy_model.py"),
+        (
+            "tests/core/engine/test_toy_model.py::test_answers_under_way_push_no_beginning_out",
+            "tests/core/engine/test_snapshots.py",
+            "tests/core/engine/test_toy_model.py",
+        ),
     ),
     Fault(
         "answers under way take every snapshot",
@@ -97,14 +110,20 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/kv/transfer/handover.py",
         "                if said.whole and pull.ticket is None:\n",
         "                if pull.ticket is None:\n",
-        ("tests/core/engine/test_handover.py",),
+        (
+            "tests/core/engine/test_handover.py::test_a_lease_ends_with_time_and_its_reader_keeps_nothing",
+            "tests/core/engine/test_handover.py",
+        ),
     ),
     Fault(
         "pages of a pull that failed are lost",
         "core/ds_runtime/kv/transfer/handover.py",
         "        self._pages.pool.free(blocks.pages)\n",
         "        self._pages.pool.free(blocks.pages[1:])\n",
-        ("tests/core/engine/test_handover.py",),
+        (
+            "tests/core/engine/test_handover.py::test_no_page_leaks_when_either_side_leaves",
+            "tests/core/engine/test_handover.py",
+        ),
     ),
     Fault(
         "bytes of another meeting reach a page",

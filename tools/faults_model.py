@@ -10,7 +10,10 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/checkpoint/nan.py",
         'pairs = (("i", last), ("u", last | 1 << (8 * size - 1)))',
         'pairs = (("i", last),)',
-        ("tests/core/model/test_nan_weights.py",),
+        (
+            "tests/core/model/test_nan_weights.py::test_every_number_that_a_dtype_has",
+            "tests/core/model/test_nan_weights.py",
+        ),
     ),
     Fault(
         "codes from attention although a prefix is there",
@@ -38,14 +41,20 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/reference/matrices/moe.py",
         'closed = float("-inf") if routing.method == "noaux_tc" else 0.0',
         "closed = 0.0",
-        ("tests/core/ops/test_reference_routing.py",),
+        (
+            "tests/core/ops/test_reference_routing.py::test_a_closed_group_is_never_chosen_however_low_the_bias",
+            "tests/core/ops/test_reference_routing.py",
+        ),
     ),
     Fault(
         "bias kept in the routing weights",
         "core/ds_runtime/ops/reference/matrices/moe.py",
         "weights = scores.gather(1, ids)",
         "weights = choice.gather(1, ids)",
-        ("tests/core/ops/test_reference_routing.py",),
+        (
+            "tests/core/ops/test_reference_routing.py::test_noaux_tc_equals_transformers",
+            "tests/core/ops/test_reference_routing.py",
+        ),
     ),
     Fault(
         "half-split rope",
@@ -73,7 +82,10 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/weights/layouts.py",
         "self.sent(1 / value if self.encoding.divides else value)",
         "self.sent(value)",
-        ("tests/core/model/test_published_formats.py",),
+        (
+            "tests/core/model/test_published_formats.py::test_any_part_is_that_part_of_the_whole",
+            "tests/core/model/test_published_formats.py",
+        ),
     ),
     Fault(
         "a conversion is not said",
@@ -94,7 +106,10 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/reference/attention/cache.py",
         "owners = pages[tokens // page_size].to(torch.int64)",
         "owners = pages[(tokens - 1).clamp_min(0) // page_size].to(torch.int64)",
-        ("tests/core/ops/test_reference_attention.py",),
+        (
+            "tests/core/ops/test_reference_attention.py::test_what_is_written_is_gathered",
+            "tests/core/ops/test_reference_attention.py",
+        ),
     ),
     Fault(
         "merge missing",
