@@ -52,18 +52,20 @@ def own(settings):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
 def test_mixes(settings, own, way, dtype):
+    alone = own(dtype)
     with LLM("demo", **{**settings, **WAYS[way]}, dtype=dtype) as llm:
-        check_mixes(llm, dtype, 50, own=own(dtype))
+        check_mixes(llm, dtype, 50, own=alone)
         found, outputs = answers(llm, range(REQUESTS))
-        assert [bits(scores) for scores in forced(llm, outputs, 2)] == found == own(dtype)
+        assert [bits(scores) for scores in forced(llm, outputs, 2)] == found == alone
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks(settings, own, tp):
     if torch.accelerator.device_count() < tp:
         pytest.skip(f"there are fewer than {tp} devices")
+    alone = own("bfloat16", tp)  # a process has one group of ranks at a time
     with LLM("demo", **settings, dtype="bfloat16", tp=tp) as llm:
-        check_mixes(llm, "bfloat16", 30, own=own("bfloat16", tp))
+        check_mixes(llm, "bfloat16", 30, own=alone)
 
 
 def test_fp8_with_the_heads_of_v3(settings, tmp_path):

@@ -19,6 +19,7 @@ APART = {  # collectives of the contract that no recorded step uses
     "receive": "a step has no stages",
     "barrier": "moves nothing, and waits",
     "gather_objects": "of Python's objects, at the start and for adapters",
+    "ordered_sum": "asked at the start, and the CPU has none",
     "split": "at the start",
     "close": "at the end",
 }
@@ -36,6 +37,10 @@ def group(tmp_path):
     made = HostCommunicator("gloo", 0, 1, f"file://{tmp_path}/meet")
     yield made
     made.close()
+
+
+def test_the_host_has_no_sum_that_would_be_recorded(group):
+    assert group.ordered_sum(1 << 18) is None
 
 
 @pytest.mark.parametrize("name", collectives())
