@@ -65,8 +65,8 @@ def on_a_device(rows: Rows) -> str:
 
 
 LLAMA = ("AMD EPYC", "x86-64-avx512bf16", "0c1e570")  # processor, instruction set, build
-WEIGHTS = {"BF16": ("lite-8", None), "FP8 beside Q8_0": ("lite-8-fp8", None)}
-WEIGHTS |= {"int8 beside Q8_0": ("lite-8", "int8"), "int4 beside Q4_0": ("lite-8", "int4")}
+WEIGHTS = {"BF16": ("lite-8", None), "FP8 and Q8_0": ("lite-8-fp8", None)}
+WEIGHTS |= {"int8 and Q8_0": ("lite-8", "int8"), "int4 and Q4_0": ("lite-8", "int4")}
 
 
 def _beside_llama(rows: Rows) -> dict[str, dict[str, Mapping[str, Any]]]:

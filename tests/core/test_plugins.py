@@ -283,7 +283,9 @@ def test_plugins_that_disagree_on_a_fusion_are_an_error_until_the_user_names_it(
 
 
 def test_a_fusion_that_is_pinned_and_switched_off_is_a_contradiction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--pin .*: --fusion add_rms_norm=off is given"):
+    with pytest.raises(
+        ConfigError, match=r"--pin .*: --fusion add_rms_norm=off contradicts it: leave one"
+    ):
         start(tmp_path, pin=("add_rms_norm=reference",), fusion=("add_rms_norm=off",))
 
 

@@ -7,10 +7,9 @@ import re
 LONGEST = 30  # words of a sentence
 BANNED = {  # a pattern: words that it means, and what to write instead
     r"such an? one": ("such a one", "name the thing"),
-    r"of so (?:many|long|large)": ("of so many", "say the number"),
+    r"of so (?:long|large)": ("of so long", "say the number"),
     r"what serves it": ("what serves it", "name it"),
     r"whose rows of": ("whose rows of", "begin with the subject"),
-    r"goes on so": ("goes on so", "say what continues"),
     r"if (?:it|he|one) likes": ("if it likes", "may"),
     r"in order to": ("in order to", "to"),
     r"please note": ("please note", "leave it out"),
@@ -19,6 +18,12 @@ BANNED = {  # a pattern: words that it means, and what to write instead
     r"leverag(?:e[sd]?|ing)|utili[sz](?:e[sd]?|ing)": ("utilizes", "use"),
     r"under the hood": ("under the hood", "say where"),
     r"out of the box": ("out of the box", "say which command"),
+    r"beside": ("beside", "next to, besides, with"),
+    r"behind(?= \w)(?! (?:a|an|one|OpenAI's)\b)": ("behind them", "after, below"),
+    r"so many|so much": ("so many", "say the number"),
+    r"stands?(?! (?:for|in)\b)|stood": ("stands", "is"),
+    r"goes on|go on": ("goes on", "continues"),
+    r"anew": ("anew", "again"),
 }
 FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2\s*$", re.MULTILINE | re.DOTALL)
 
@@ -64,5 +69,5 @@ def banned(text: str) -> list[str]:
     return [
         f"{match[0]!r}: {remedy}, in: {text[max(0, match.start() - 40) : match.end() + 40]}"
         for pattern, (_, remedy) in BANNED.items()
-        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+        for match in re.finditer(rf"(?<![\w-])(?:{pattern})(?![\w-])", text, re.IGNORECASE)
     ]

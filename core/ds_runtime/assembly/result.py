@@ -41,7 +41,7 @@ class SecondForm:
     def __str__(self) -> str:
         saves = "" if self.seconds is None else f", saves {self.seconds * 1e3:.2f} ms"
         return (
-            f"{self.op}: {amount(self.nbytes)} beside its weights, {self.tokens} tokens of KV "
+            f"{self.op}: {amount(self.nbytes)} more than its weights, {self.tokens} tokens of KV "
             f"cache{saves} of a decode step: {'kept' if self.kept else 'left out'}"
         )
 

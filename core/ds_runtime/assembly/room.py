@@ -260,8 +260,8 @@ def said(assembly: Assembly) -> list[str]:
     beside = f"kept free for {needs}"
     if lacking > 0:
         beside = (
-            f"beside them may come {needs}, {amount(lacking)} more than there is: a step may run "
-            "out of memory"
+            f"{needs} may come on top, {amount(lacking)} more than there is: a step may run out of "
+            "memory"
         )
     groups, each = assembly.config.attn_dp, " of each rank" if assembly.config.tp > 1 else ""
     every = f"; {tokens * groups} in all {groups} groups" if groups > 1 else ""

@@ -108,7 +108,8 @@ class Adapter:
         for mine, other in ((_A, _B), (_B, _A)):
             if mine not in halves:
                 raise CheckpointError(
-                    f"{self.path}: {module}{mine} is missing beside {module}{other}"
+                    f"{self.path}: {module}{mine} is missing; {module}{other} is there: "
+                    "save the adapter again"
                 )
 
     def _pair(self, module: str) -> None:

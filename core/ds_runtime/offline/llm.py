@@ -69,7 +69,7 @@ class LLM:
         if config.replicas > 1:
             raise ConfigError(
                 f"--dp {config.dp}: a server runs replicas (ds-runtime serve), and this is one "
-                "engine: leave it out, or give --enable-dp-attention beside it for groups of ranks"
+                "engine: leave it out, or give --enable-dp-attention, too, for groups of ranks"
             )
         if config.nnodes > 1:
             raise ConfigError(

@@ -140,7 +140,7 @@ def _properties(platform: str | Mapping[str, Any]) -> dict[str, Any]:
         return {key: getattr(made, key) for key in _PROPERTIES}
     unknown = sorted(platform.keys() - _PROPERTIES)
     if "name" not in platform or unknown:
-        raise ValueError(f"platform: it wants a name; unknown: {unknown}")
+        raise ValueError(f"platform: a name is needed; unknown: {unknown}")
     return dict(platform)
 
 

@@ -85,5 +85,5 @@ def of(module: ModuleType) -> Any:
         return module
     for name in hookspecs.HOOKS:
         if hasattr(module, name):
-            raise TypeError(f"{name} stands beside `{NAME}`: give it to plugin({name}=…)")
+            raise TypeError(f"{name} is defined next to `{NAME}`: give it to plugin({name}=…)")
     return found

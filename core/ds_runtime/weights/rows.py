@@ -28,7 +28,7 @@ def with_order(part: WeightPart, rows: Tensor) -> WeightPart:
         if not torch.equal((rows + first) // height, (places + first) // height):
             raise UnsupportedError(
                 f"config.json: rope_interleave false with {part.format} weights is not supported "
-                f"where rotated rows lie in two blocks of {height} rows, as those of {part.name}; "
+                f"if rotated rows are in two blocks of {height} rows, as those of {part.name}; "
                 "convert the checkpoint to bfloat16"
             )
     return replace(part, tensors=tensors)

@@ -78,8 +78,8 @@ def convert(
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(f"--out {out}: cannot be written: {e}") from e
         raise ConfigError(
-            f"--out {out}: {e.strerror}; make space and run the same command again: it goes on "
-            "from here"
+            f"--out {out}: {e.strerror}; make space and run the same command again: it "
+            "continues from here"
         ) from e
     finally:
         source.checkpoint.close()

@@ -117,7 +117,7 @@ _FEW = 16  # heads up to which the portable kernel is ahead of one that computes
 
 def _most_filled(facts: Facts) -> str | None:
     heads = facts.dims.get("heads", 0)
-    return None if heads > _FEW else f"offered behind portable kernels for {heads} heads"
+    return None if heads > _FEW else f"ranked below portable kernels for {heads} heads"
 
 
 def _few_filled(facts: Facts) -> str | None:

@@ -231,7 +231,7 @@ class PrefillGraphs:
         except DsRuntimeError as e:
             if required:
                 raise
-            log.warning("steps with prompts go on op by op: %s", e)
+            log.warning("steps with prompts continue op by op: %s", e)
         else:
             insort(self._graphs, graph, key=lambda each: each.size)
 

@@ -82,7 +82,7 @@ class Recorder:
         reason = f"{type(error).__name__}: {error}"
         if reason not in self._reasons:
             self._reasons.add(reason)
-            log.warning("decode steps go on op by op: %s", reason)
+            log.warning("decode steps continue op by op: %s", reason)
 
 
 def given_up(phase: Phase) -> bool:

@@ -392,6 +392,6 @@ class Runner:
         if any(work.broken is not None for work in result.works):
             raise CheckpointError(
                 f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "
-                f"{self.config.dtype} overflows, or a kernel is at fault; try --dtype float32, or "
+                f"{self.config.dtype} overflows, or a kernel is at fault. Try --dtype float32, or "
                 "--pin OP=reference.OP for the kernels that ds-runtime plan names"
             )

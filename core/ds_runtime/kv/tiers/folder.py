@@ -52,8 +52,8 @@ class DiskFolder:
             found = folder.stat()
             if found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 raise ConfigError(
-                    f"--disk-cache {folder}: others may enter it, and what users wrote will lie "
-                    "there: make it your own with mode 0700"
+                    f"--disk-cache {folder}: others may enter it, and it will hold what users "
+                    "wrote: make it your own with mode 0700"
                 )
             with suppress(OSError), (folder / "README.txt").open("x") as note:
                 note.write(_NOTE)  # a full disk can still be read; somebody's own stays

@@ -241,7 +241,7 @@ class SocketTransfer(Transfer):
             if heard.epoch <= known:
                 return  # one of its earlier lines, or the same again
             if self._mail.has_met(name):
-                self._lose(name, "has begun anew")
+                self._lose(name, "was started again")
                 if heard.answers == own:
                     return  # it does not await another: what it says next it is told
             if name not in self._open:

@@ -237,7 +237,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
     shown = [("sums", scores["sums"]), ("tool calls", scores["tools"])]
     shown.append(("sums under schemas", scores["schemas"]))
-    shown += [(f"tool calls behind {n:,} tokens", s) for n, s in scores["behind"].items()]
+    shown += [(f"tool calls after {n:,} tokens", s) for n, s in scores["behind"].items()]
     shown += [(f"planted keys in {n:,} tokens", s) for n, s in scores["planted"].items()]
     for name, s in shown:
         lines.append(

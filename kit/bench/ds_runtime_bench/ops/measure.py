@@ -105,7 +105,7 @@ def assembled(
             )
         return assemble(config, explicit)
     if "model" in explicit:
-        raise ConfigError(f"--shape {shape}: beside --model; give one of both")
+        raise ConfigError(f"--shape {shape}: --model is given, too; give one of both")
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / shape
         named.mkdir()

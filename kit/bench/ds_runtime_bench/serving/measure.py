@@ -121,7 +121,7 @@ async def _flush(target: Target) -> None:
     said = body[:200].decode(errors="replace")
     raise ConfigError(
         f"{target.url}{path}: HTTP {status}: {said}: its prefix cache cannot be emptied; leave "
-        "--flush-cache out, and start the server anew"
+        "--flush-cache out, and restart the server"
     )
 
 

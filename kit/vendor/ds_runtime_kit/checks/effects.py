@@ -81,7 +81,7 @@ def strayed(written: list[tuple[Tensor, Tensor, Tensor]]) -> str:
         same = torch.equal(storage_bytes(tensor), around)
         tensor.copy_(got)
         if not same:
-            return "writes beside the argument that it was to write"
+            return "writes outside the argument that it was to write"
     return ""
 
 

@@ -27,7 +27,7 @@ def weight_variants(case: Case) -> Iterator[tuple[Case, Callable[[Any], Any]]]:
         args = (rebuild(pack.args[0], _of_tensors(change)), *pack.args[1:])
         calls = (replace(pack, args=args), *case.calls[1:])
         yield replace(case, label=f"{case.label}, {label}", calls=calls), lambda target: target
-    yield replace(case, label=f"{case.label}, wrapped anew"), _Rewrapped
+    yield replace(case, label=f"{case.label}, wrapped again"), _Rewrapped
 
 
 def _of_tensors(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
