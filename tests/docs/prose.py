@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 LONGEST = 30  # words of a sentence
 BANNED = {  # a pattern: words that it means, and what to write instead
@@ -53,11 +54,23 @@ def sentences(block: str) -> list[str]:
     return [s for s in re.split(r"(?<=[.!?])[)\"*_]*\s+(?=[\"(*_]*[A-Z0-9])", block) if s]
 
 
-def faults(page: str) -> list[str]:
+def entries(block: str) -> list[str]:
+    """The sentences of a docstring's block. They may begin in lower case, and so does an entry.
+
+    An entry is `name: text` or `name, other [shape]: text`, after a stop or a semicolon.
+    """
+    name = r"[a-z_]\w*(?: \[[^\]]*\])?"
+    parts = re.split(
+        rf"(?<=[\w)\]}}\"]\.)(?<!e\.g\.)\s+(?=[a-z\"−])|(?<=;)\s+(?={name}(?:, {name})*: )", block
+    )
+    return [s for part in parts for s in sentences(part)]
+
+
+def faults(page: str, split: Callable[[str], list[str]] = sentences) -> list[str]:
     """What is wrong with a page: a line per long sentence and per banned phrase."""
     found = []
     for block in blocks(page):
-        for sentence in sentences(block):
+        for sentence in split(block):
             if (words := len(sentence.split())) > LONGEST:
                 found.append(f"{words} words: {sentence}")
         found += banned(block)
@@ -69,5 +82,5 @@ def banned(text: str) -> list[str]:
     return [
         f"{match[0]!r}: {remedy}, in: {text[max(0, match.start() - 40) : match.end() + 40]}"
         for pattern, (_, remedy) in BANNED.items()
-        for match in re.finditer(rf"(?<![\w-])(?:{pattern})(?![\w-])", text, re.IGNORECASE)
+        for match in re.finditer(rf"(?<![\w.-])(?:{pattern})(?![\w-]|: )", text, re.IGNORECASE)
     ]

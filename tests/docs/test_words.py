@@ -10,11 +10,15 @@ import pytest
 from code_texts import docstrings, messages, prose, raised
 from hypothesis import given
 from hypothesis import strategies as st
-from prose import BANNED, LONGEST, banned, blocks, faults, sentences
+from prose import BANNED, LONGEST, banned, blocks, entries, faults, sentences
 
 from ds_runtime.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
+WORD = st.text("abcdefg", min_size=1, max_size=6)  # no banned phrase has these letters alone
+LONG = st.lists(WORD, min_size=LONGEST + 1, max_size=60).map(lambda w: " ".join(w).capitalize())
+SHORT = st.lists(WORD, min_size=1, max_size=LONGEST).map(lambda w: " ".join(w).capitalize())
+NAME = st.sampled_from(["rows", "num_drafts", "q [n, hidden]", "k [n], v"])
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
@@ -72,6 +76,24 @@ def test_messages_are_in_plain_english() -> None:
     assert count > 2000 and not found, "\n".join(found)
 
 
+def test_docstrings_of_public_names_are_in_plain_english() -> None:
+    count, found = 0, []
+    for path in MODULES:
+        for line, of, text in docstrings(path.read_text(encoding="utf-8")):
+            count += 1
+            found += [f"{name(path)}:{line} {of}: {fault}" for fault in faults(text, entries)]
+    assert count > 4000 and not found, "\n".join(found)
+
+
+@given(st.lists(SHORT, min_size=1, max_size=5), st.lists(NAME, min_size=1, max_size=5))
+def test_entries_of_a_docstring_are_told_apart(several: list[str], names: list[str]) -> None:
+    """Sentences may begin in lower case; an entry of a name also ends at a semicolon."""
+    texts = [s.lower() for s in several]
+    assert entries(". ".join(texts) + ".") == [f"{s}." for s in texts]
+    said = [f"{n}: {texts[0]};" for n in names]
+    assert entries(" ".join(said)) == said
+
+
 def test_no_error_has_a_banned_phrase() -> None:
     count, found = 0, []
     for path in MODULES:
@@ -81,7 +103,7 @@ def test_no_error_has_a_banned_phrase() -> None:
     assert count > 500 and not found, "\n".join(found)
 
 
-TEXT = st.text("abcdefg ", min_size=1, max_size=30).filter(lambda t: len(t.split()) >= 3)
+TEXT = st.lists(WORD, min_size=3, max_size=8).map(" ".join)
 SAYS = [  # where a module may say a text
     "raise E({!r})",
     "raise E(f'{{x}}: ' + {!r})",
@@ -115,11 +137,6 @@ def test_a_docstring_is_no_message(text: str, case: tuple[str, bool]) -> None:
     source = form.format(text)
     assert not [*messages(source)]
     assert [doc for _, _, doc in docstrings(source)] == [text] * public
-
-
-WORD = st.text("abcdefg", min_size=1, max_size=6)  # no banned phrase has these letters alone
-LONG = st.lists(WORD, min_size=LONGEST + 1, max_size=60).map(lambda w: " ".join(w).capitalize())
-SHORT = st.lists(WORD, min_size=1, max_size=LONGEST).map(lambda w: " ".join(w).capitalize())
 
 
 @given(LONG, st.sampled_from(["{}.", "* {}.", "1. {}.", "> {}.", "| {}. | x |", "# {}"]))

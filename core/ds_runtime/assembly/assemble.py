@@ -1,6 +1,6 @@
 """Start-up, in order: platform → device → model → defaults → frozen config → offers → rules.
 
-Torch-free: `ds-runtime plan` and `doctor` stop here; the engine goes on and loads weights.
+Torch-free: `ds-runtime plan` and `doctor` stop here; the engine continues and loads weights.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def with_whole_pages(
 
 def check_states(config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
     """Raises ConfigError for snapshots of nothing, UnsupportedError for trees of drafts where
-    requests keep more than pages, or an entry stands for several tokens: only a chain can be taken
-    back there."""
+    requests keep more than pages, or an entry covers several tokens. Only a chain can be taken back
+    there."""
     states = [group.name for group in groups if group.per_request]
     if config.state_snapshots is not None and not states:
         raise ConfigError(

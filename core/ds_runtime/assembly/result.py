@@ -28,9 +28,9 @@ from ds_runtime.plugins.manager import Plugins
 
 @dataclass(frozen=True, slots=True)
 class SecondForm:
-    """The weights of an op in a faster form beside the one they came in. nbytes: of one rank.
-    tokens: that the KV cache holds less for it. seconds: that a decode step of one request takes
-    less, by the device's memory bandwidth; None where that is not known."""
+    """The weights of an op in a faster form in addition to the one they came in. nbytes: of one
+    rank. tokens: that the KV cache holds less for it. seconds: that a decode step of one request
+    takes less, by the device's memory bandwidth; None where that is not known."""
 
     op: str
     nbytes: int
@@ -48,7 +48,7 @@ class SecondForm:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What a rule had decided anew, and why. setting: that it changed, as `Assembly.changes`."""
+    """What a rule had decided again, and why. setting: that it changed, as `Assembly.changes`."""
 
     rule: str
     why: str
@@ -151,7 +151,7 @@ class Assembly:
 
 
 def undone(config: EngineConfig) -> int:
-    """Tokens that a step may take back: those that it verifies, behind the first."""
+    """Tokens that a step may take back: those that it verifies, after the first."""
     shape = Speculation.of(config)
     return 0 if shape is None else shape.tokens - 1
 

@@ -1,8 +1,8 @@
 """What the user asked of speculation, settled. Torch-free.
 
-Names and meanings are those that users know: `steps` is how often the draft layer runs after a
-step of the model, `topk` how many continuations of a token it follows, and `tokens` how many
-tokens of a sequence the model verifies in one forward, the last one it drew included.
+Names and meanings are those that users know. `steps` is how often the draft layer runs after a step
+of the model. `topk` is how many continuations of a token it follows. `tokens` is how many tokens of
+a sequence the model verifies in one forward, the last one it drew included.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Speculation:
 
     @property
     def room(self) -> int:
-        """Tokens behind the last one whose keys the draft layer writes while it drafts."""
+        """Tokens after the last one whose keys the draft layer writes while it drafts."""
         return (self.steps - 1) * self.topk
 
     @staticmethod

@@ -32,7 +32,7 @@ def context_length(assembly: Assembly) -> int:
 @dataclass(frozen=True, slots=True)
 class KvMemory:
     """What one rank can hold. sizes: of a page, and a block of state. why: what sets the size.
-    snapshots: of what requests keep beside pages; states: all blocks for that, these among them.
+    snapshots: of what requests keep besides pages; states: all blocks for that, these among them.
     """
 
     pages: int

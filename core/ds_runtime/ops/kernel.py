@@ -20,12 +20,12 @@ DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 class RowRange:
     """The calls of a place that a kernel takes, if several kernels divide them by rows.
 
-    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
-    kernels of one packing may serve one place, those with bounds the calls of `first` rows or more
-    and fewer than `below` (0: no bound), and one without bounds, which packs, the rest (without
-    one, the best of them does). Functions need no packing: those that rank before the first without
-    bounds divide its calls so. `methods`: those of which the bounds hold; empty: all. Others are
-    served by the one that packs, for any number of rows.
+    `packing` names the shared form in which `pack` leaves a weight if it can (FP8_ROWS, say).
+    Kernels of one packing may serve one place. Those with bounds take calls of `first` rows or more
+    and fewer than `below` (0: no bound). One without bounds packs the weight and takes the rest
+    (without one, the best does). Functions need no packing: those that rank before the first
+    without bounds divide its calls so. `methods`: those of which the bounds hold; empty: all.
+    Others are served by the one that packs, for any number of rows.
     """
 
     packing: str = ""
@@ -39,7 +39,7 @@ class RowRange:
         return bool(self.first or self.below)
 
     def holds(self, rows: int) -> bool:
-        """Whether a call of so many rows lies within the bounds."""
+        """Whether a call of this many rows lies within the bounds."""
         return self.first <= rows and (not self.below or rows < self.below)
 
 
@@ -48,15 +48,15 @@ class Footprint:
     """The memory that a kernel takes, and the bytes that its calls read.
 
     `copies` says how often `pack` keeps the weight (laid out for several uses). `beside`, of a
-    kernel that reads a weight of a shared packing in a form of its own, is how much that takes as
-    a share of the weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which
-    is called once the weight is packed, by whichever kernel, and adds the form if it can, and
-    `serves(rows, packed)`, which says whether a call within its bounds is one for it. Where memory
-    has no room, it is refused. `workspace(facts, rows)` gives the bytes that a call of so many rows
-    holds at most beyond its arguments, weights and results; None says nothing. Conformance holds a
-    kernel to it. `reads(facts)`, of a kernel that may pack weights tighter than their own format,
-    is the share of that format's bytes that its calls read then. It says what a step must read; the
-    estimate of memory does not count on it.
+    kernel that reads a weight of a shared packing in a form of its own, is how much that takes as a
+    share of the weight. Then the object that `fn` returns has a method `hold_beside(packed) ->
+    Packed`. It is called once the weight is packed, by whichever kernel, and adds the form if it
+    can. Its method `serves(rows, packed)` says whether a call within its bounds is one for it.
+    Where memory has no room, it is refused. `workspace(facts, rows)` gives the bytes that a call of
+    this many rows holds at most beyond its arguments, weights and results; None says nothing.
+    Conformance holds a kernel to it. `reads(facts)`, of a kernel that may pack weights tighter than
+    their own format, is the share of that format's bytes that its calls read then. It says what a
+    step must read; the estimate of memory does not count on it.
     """
 
     copies: float = 1
@@ -73,9 +73,9 @@ class Compiles:
     `ahead` names a function `(facts, rows) -> None` that has calls of each of these numbers of rows
     compiled, all that a step can have, without weights, into a cache on disk. Other processes call
     it while weights are loaded, with the device as torch's current one. `rehearsal` names a
-    function that gives a context, whose value says whether it works here: within, calls of all
-    kernels that name it compile and do not run, their results are zeros, and leaving it waits until
-    all have compiled. `variant` names a function `(facts, rows) -> Hashable`: calls of numbers of
+    function that gives a context, whose value says whether it works here. Within it, calls of all
+    kernels that name it compile and do not run. Their results are zeros, and leaving it waits until
+    all have compiled. `variant` names a function `(facts, rows) -> Hashable`. Calls of numbers of
     rows for which it is the same are served by what one of them had compiled (rows of attention
     over prompts: the longest sequence's). It is asked of every number that a step can have; empty:
     one call serves for all.

@@ -67,7 +67,7 @@ class Provider:
     ) -> Kernel:
         """Returns the offer of the kernel `fn`, "module:attr" below the package, for an op.
 
-        `each`: gates behind the provider's own. `declared`: fields of `Kernel`, instead of what the
+        `each`: gates after the provider's own. `declared`: fields of `Kernel`, instead of what the
         provider has. Where it does not say what the kernel keeps (`keeps`), one that reads dense
         weights keeps nothing else in its own encoding, and any other keeps all of its `formats`.
         Raises KeyError for an unknown op, TypeError for an unknown field.

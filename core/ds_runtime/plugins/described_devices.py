@@ -1,6 +1,6 @@
 """Devices that are not here, described by plugins as data: what would be decided on them.
 
-A plugin ships `devices.json` beside its `__init__.py`:
+A plugin ships `devices.json` next to its `__init__.py`:
 
     {"platform": "acme.platform:AcmePlatform",
      "installed": ["acme_lib"],

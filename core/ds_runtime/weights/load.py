@@ -74,7 +74,7 @@ def load_model(
 def load_draft(
     assembly: Assembly, model: LanguageModel, bound: BoundOps, device: Any, progress: bool = False
 ) -> DraftModel | None:
-    """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
+    """The draft layer after `model`, if the assembly has one. CheckpointError as in load_model."""
     if assembly.nextn is None:
         return None
     with (

@@ -40,7 +40,7 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_rows(part: WeightPart, rows: int) -> WeightPart:
-    """The part with rows of zeros below, so that it has so many."""
+    """The part with rows of zeros below, so that it has this many."""
     if part.shape[0] == rows:
         return part
     tensors = {**part.tensors, "weight": _below(part.tensors["weight"], rows, 0)}

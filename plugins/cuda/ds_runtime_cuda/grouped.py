@@ -17,7 +17,7 @@ from ds_runtime_cuda.quant import GROUP, groups_of, scale_columns
 class Rows(NamedTuple):
     """`of` [tokens, top_k] int64: the row of each pair. `owner` [rows] int32: its expert, or −1.
 
-    `ends` [experts] int32: behind each expert's last row, padding included.
+    `ends` [experts] int32: after each expert's last row, padding included.
     """
 
     of: Tensor

@@ -1,7 +1,7 @@
 """Tensors of a GGUF file under the names that a checkpoint gives them. Torch-free.
 
-Stacks of experts become one tensor each, as their bytes lie one behind the other. kv_b_proj is cut
-in two, `k_b` and `v_b`, except in older files; where a file holds both forms (ik_llama.cpp's, and
+Stacks of experts become one tensor each, as their bytes lie one after the other. kv_b_proj is cut
+in two, `k_b` and `v_b`, except in older files. Where a file holds both forms (ik_llama.cpp's, and
 those of llama.cpp's draft of MLA), the whole is read.
 """
 

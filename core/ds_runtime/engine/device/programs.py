@@ -2,7 +2,7 @@
 
 | step | phases, [recorded] |
 |---|---|
-| decode works | inputs → [forward] → draw, or [draw behind masks] |
+| decode works | inputs → [forward] → draw, or [draw after masks] |
 | with prompts | inputs → ([piece] → attention)* → finish → draw |
 | chains | inputs → [forward] → [draw, judge] → [follow] → wait → [draft]* |
 | trees | inputs → [forward] → draw, judge → [move, follow] → wait → [grow]* |

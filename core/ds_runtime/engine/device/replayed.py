@@ -1,8 +1,8 @@
-"""Captured steps of decode works: so many sequences of so many tokens on each rank.
+"""Captured steps of decode works: this many sequences of this many tokens on each rank.
 
 The forward is one recording. Without a draft layer draws follow it op by op, or in a recording of
 their own where masks go with them. With one, chains are drawn and judged in a second recording, if
-nothing else goes with their draws; the third is the draft layer's run over the same tokens, and
+nothing else goes with their draws. The third is the draft layer's run over the same tokens, and
 drafts are made by `Chain` or `Tree` once the host knows how many were kept.
 
 Dummies write nothing, read one token of a page that belongs to nobody, and begin with a row of
@@ -32,7 +32,7 @@ def decode_step(size: int) -> str:
 
 
 class Replayed:
-    """One size. drafting: what makes so many drafts of such steps, by their number."""
+    """One size. drafting: what makes this many drafts of such steps, by their number."""
 
     def __init__(
         self,

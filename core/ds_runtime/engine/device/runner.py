@@ -295,7 +295,7 @@ class Runner:
         return handle.result()
 
     def close(self, alone: bool = False) -> None:
-        """Leave the group of ranks, behind what others have queued. Captured steps go first: while
+        """Leave the group of ranks, after what others have queued. Captured steps go first: while
         one could replay a collective, its group does not end. alone: the others have been ended.
         """
         if not alone:

@@ -1,10 +1,10 @@
 """What a step that carries prompts takes, learnt from the steps that were.
 
-A step's seconds are a sum of terms: one for the step itself, and one each for the prompts in it,
-their new tokens, the pairs of tokens that their attention looks at, the cached tokens before them
-that are expanded anew, the tokens that are decoded and the context of these. No term is below
-zero, so that more of anything never looks cheaper. The terms are fitted by least squares of
-relative errors, in which the last hundred such steps count most.
+A step's seconds are a sum of terms. One is for the step itself. Of its prompts, one each is for
+their number, new tokens, pairs of tokens in attention, and cached tokens that are expanded again.
+The others are for the tokens that are decoded and for their context. No term is below zero, so that
+more of anything never looks cheaper. The terms are fitted by least squares of relative errors, in
+which the last hundred such steps count most.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StepCost:
                     found[i] = max(0.0, rest / row[i])
 
     def chunk(self, start: int, seconds: float) -> float:
-        """The most new tokens behind `start` cached ones that a step of a prompt may add within so
+        """The most new tokens after `start` cached ones that a step of a prompt may add within this
         many seconds; may be infinite.
         """
         fixed, slope = self._chunk_terms(start)
@@ -117,7 +117,7 @@ class StepCost:
         return 2 * left / below if below > _NEVER else math.inf
 
     def least(self, start: int) -> float:
-        """New tokens behind `start` cached ones that take as long as what every chunk there costs,
+        """New tokens after `start` cached ones that take as long as what every chunk there costs,
         however short: with fewer, most of the time is no progress. May be infinite.
         """
         fixed, slope = self._chunk_terms(start)

@@ -1,9 +1,9 @@
 """Which drafts were right: the model's own draw decides, token by token.
 
 The draw at a position depends on the model's logits there and on (seed, choice, position) alone,
-with drafts or without, so a draft is right exactly if it is that draw. Of a tree, the draw at a
-node says which of its children is right. For a greedy request this compares with the argmax; for a
-sampled one it is rejection sampling: a draft d is kept with the model's probability of d, and
+with drafts or without. So a draft is right exactly if it is that draw. Of a tree, the draw at a
+node says which of its children is right. For a greedy request this compares with the argmax. For a
+sampled one it is rejection sampling. A draft d is kept with the model's probability of d, and is
 otherwise replaced by a draw from what is left of the distribution.
 """
 
@@ -57,7 +57,7 @@ class Trees:
         return starts + depths, torch.where(real, seen_by(self.lines[places], nodes), -1)
 
     def put(self, rows: Tensor, drafted: Drafted) -> None:
-        """Trees behind the last tokens of these rows: the nodes but the root."""
+        """Trees after the last tokens of these rows: the nodes but the root."""
         for to, values in (
             (self.depths, drafted.depths),
             (self.parents, drafted.parents),
@@ -86,7 +86,7 @@ def seen_by(lines: Tensor, counts: Tensor) -> Tensor:
 class Claims:
     """What a step's draws claim, as numbers of arrays in its upload. n works draw.
 
-    firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token behind
+    firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token after
     what it keeps belongs in last_tokens. pairs: [n, most] a draw per draft, which claims to be the
     token in front of the draw `behind` it; real: [n, most] bool, whether there is a draft; luck:
     likewise, what is right where there is none. inputs: [draws] where that token lies in
@@ -143,7 +143,7 @@ def claimed(
 
 def lucky(works: Sequence[Work], most: int, simulated: float) -> npt.NDArray[np.bool_]:
     """Which of `most` drafts of each work are taken for right, each with the probability
-    `simulated`, whether it stands there or not: [works, most].
+    `simulated`, whether it is there or not: [works, most].
     """
     at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
     return uniforms([w.row + 1 for w in works], at) < simulated
@@ -195,7 +195,7 @@ class Fronts:
 
 
 def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Sent) -> Fronts | None:
-    """None where nothing is drawn behind drafts."""
+    """None where nothing is drawn after drafts."""
     if not claims.most:
         return None
     places = sent[claims.inputs]
@@ -210,7 +210,7 @@ def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Sent)
 @dataclass(frozen=True, slots=True)
 class Branch:
     """What is kept of each work's drafts. accepted: [n] that were right. draws: [n, 1 + most] the
-    draws along the branch, the last again behind its end. order: [draws], of trees: the draw that
+    draws along the branch, the last again after its end. order: [draws], of trees: the draw that
     comes to lie in the place of each, so that a branch lies in the places of a chain.
     """
 
@@ -227,7 +227,7 @@ def settle(
     last_tokens: Tensor,
     sent: Sent,
 ) -> Branch:
-    """As `verify`; the token behind what each work keeps is its last one from now on."""
+    """As `verify`; the token after what each work keeps is its last one from now on."""
     branch = verify(claims, width, tokens, front, sent)
     last_tokens.index_copy_(0, sent[claims.places], tokens[branch.draws[:, -1]])
     return branch

@@ -1,8 +1,8 @@
 """Trees of drafts: how they grow (EAGLE-2), and what is done with the branch that is kept.
 
-Node 0 is the last token itself, a node comes behind its parent, and `width` nodes are one forward's
+Node 0 is the last token itself, a node comes after its parent, and `width` nodes are one forward's
 share of a sequence. Source: EAGLE-2, arXiv 2406.16858: a node's score is the draft layer's
-probability of its whole path; of each level the `topk` best get `topk` children each, and of all
+probability of its whole path. Of each level the `topk` best get `topk` children each, and of all
 nodes the best are verified, which form a tree, because no child is better than its parent.
 
 Every level is a phase of its own: kernels are told between two of them what the next one's rows
@@ -165,7 +165,7 @@ def _level_runs(
 
 
 class Branches:
-    """Behind captured trees of `verified`: the kept branches come to the front, and the draft layer
+    """After captured trees of `verified`: the kept branches come to the front, and the draft layer
     runs over them, as many tokens each as a branch can have.
     """
 
@@ -247,7 +247,7 @@ class Branches:
 
 
 class Tree(Drafts):
-    """Trees of drafts behind what a step has kept, into their rows' places."""
+    """Trees of drafts after what a step has kept, into their rows' places."""
 
     def __init__(self, parts: Parts, size: int = 0) -> None:
         assert parts.draft is not None and parts.shape is not None and parts.trees is not None

@@ -44,7 +44,7 @@ class Judged(NamedTuple):
 
 
 class Verdict:
-    """Behind a verification of `frame` on every rank, whose logits are `logits` [rows, vocab] and
+    """After a verification of `frame` on every rank, whose logits are `logits` [rows, vocab] and
     numbers where `finite` [rows]. trees: of nodes of trees, not of chains.
     """
 
@@ -174,7 +174,7 @@ class Verdict:
         return Judged(branch.accepted, (branch, self._rows.local(rows), *picks))
 
     def settle(self, judged: Judged) -> None:
-        """Bring kept branches to their places, where nothing is drafted behind them."""
+        """Bring kept branches to their places, where nothing is drafted after them."""
         if judged.kept is not None and judged.kept[0].order is not None:
             assert self._batch is not None
             branch, rows, _, own = judged.kept

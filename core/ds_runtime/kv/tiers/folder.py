@@ -61,8 +61,8 @@ class DiskFolder:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
 
     def seconds(self, nbytes: int) -> float:
-        """To read so many bytes that are not in memory, as measured with a file of its own. Raises
-        ConfigError where none can be written."""
+        """To read this many bytes that are not in memory, as measured with a file of its own.
+        Raises ConfigError where none can be written."""
         probe = self.folder / _temporary()
         part = memoryview(bytearray(PROBED))
         try:

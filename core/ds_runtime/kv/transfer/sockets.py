@@ -1,7 +1,7 @@
 """KvTransfer between processes: words by sockets, bytes by memory that both share, else by sockets.
 
-Who has the blocks exports them into slots, a piece at a time, tells the reader of each, and fills
-a slot again once the reader has taken it. Both work in their `poll`, so that a read goes on as fast
+Who has the blocks exports them into slots, a piece at a time, tells the reader of each, and fills a
+slot again once the reader has taken it. Both work in their `poll`, so that a read continues as fast
 as both engines come by.
 """
 

@@ -1,7 +1,7 @@
 """Code that an import of a distribution would run, and that is in none of its files.
 
 Its modules may be hidden: by a folder or an extension of the same name, or by a place that is
-searched before. Beside them may lie others, and bytecode of something else. And they may import
+searched before. Next to them may be others, and bytecode of something else. And they may import
 what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the distribution.
 """
 

@@ -46,7 +46,7 @@ def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
 def behind(
     llm: LLM, entries: Sequence[Mapping[str, Any]], prose: Sequence[str], tokens: int
 ) -> list[dict[str, Any]]:
-    """The entries with a system text before their tools: so much prose that a prompt has about
+    """The entries with a system text before their tools: this much prose that a prompt has about
     `tokens` tokens in all. Each begins with another passage."""
     made, encode = [], llm.tokenizer.encode
     for i, entry in enumerate(entries):
@@ -169,8 +169,8 @@ def run(
 ) -> dict[str, Any]:
     """Load the engine with these EngineConfig fields and score it; `limit` entries per kind.
 
-    lengths: ask for tool calls behind prose, too, in prompts of so many tokens.
-    planted: ask for keys that are planted in prose, too, in prompts of so many tokens.
+    lengths: ask for tool calls after prose, too, in prompts of this many tokens.
+    planted: ask for keys that are planted in prose, too, in prompts of this many tokens.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")

@@ -1,4 +1,4 @@
-"""What a call did beside its results: what it wrote, kept, returned views of, or raised."""
+"""What a call did besides its results: what it wrote, kept, returned views of, or raised."""
 
 from __future__ import annotations
 
