@@ -24,10 +24,34 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str, str]]:
-    """The line, name and text of the docstrings of a module and of its public names."""
-    for name, doc in _documented(ast.parse(source), "", False):
+def docstrings(source: str, private: bool = False) -> Iterator[tuple[int, str, str]]:
+    """The line, name and text of the docstrings of a module and of its public or of all names."""
+    for name, doc in _documented(ast.parse(source), "", private):
         yield doc.lineno, name or "the module", str(doc.value)
+
+
+def only_repeats(name: str, text: str) -> bool:
+    """Whether a docstring has no word but those of the name that it is of."""
+    words, own = (
+        {w.lower().rstrip("s") for w in re.findall(r"[A-Z]?[a-z]+", part)}
+        for part in (text, name.rpartition(".")[2])
+    )
+    little = {
+        "the",
+        "a",
+        "an",
+        "of",
+        "its",
+        "it",
+        "thi",
+        "i",
+        "whether",
+        "these",
+        "for",
+        "in",
+        "to",
+    }
+    return bool(words - little) and words - little <= own
 
 
 def raised(source: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from code_texts import docstrings, messages, prose, raised
+from code_texts import docstrings, messages, only_repeats, prose, raised
 from hypothesis import given
 from hypothesis import strategies as st
 from prose import BANNED, LONGEST, banned, blocks, entries, faults, sentences
@@ -83,6 +83,31 @@ def test_docstrings_of_public_names_are_in_plain_english() -> None:
             count += 1
             found += [f"{name(path)}:{line} {of}: {fault}" for fault in faults(text, entries)]
     assert count > 4000 and not found, "\n".join(found)
+
+
+def test_no_docstring_only_repeats_its_name() -> None:
+    count, found = 0, []
+    for path in MODULES:
+        for line, of, text in docstrings(path.read_text(encoding="utf-8"), private=True):
+            count += 1
+            if only_repeats(of, text):
+                found.append(f"{name(path)}:{line} {of}: {text}")
+    assert count > 5000 and not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("of", "text", "repeats"),
+    [
+        ("Pages.free_pages", "Free the pages.", True),
+        ("_FreePages", "The free pages.", True),
+        ("sample", "Sample.", True),
+        ("sample", "A token for each row.", False),
+        ("the module", "Pages of a cache.", False),
+        ("is_free", "Whether it is.", False),
+    ],
+)
+def test_a_docstring_that_repeats_its_name_is_found(of: str, text: str, repeats: bool) -> None:
+    assert only_repeats(of, text) == repeats
 
 
 @given(st.lists(SHORT, min_size=1, max_size=5), st.lists(NAME, min_size=1, max_size=5))

@@ -105,7 +105,7 @@ class RmsNormLayer:
     def add_quantized(
         self, x: Tensor, residual: Tensor, groups: linear.Groups
     ) -> tuple[Codes, Tensor]:
-        """As `add`."""
+        """(norm(x + residual) as codes, x + residual); `residual` must not be used afterwards."""
         q, scale, summed = self._ops.add_rms_norm_quantize(
             x, residual, self.weight, self.eps, *groups
         )

@@ -52,7 +52,7 @@ def codes(rows: int, n: int, group: int, device: torch.device) -> tuple[Tensor, 
 
 
 def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """QuantizeGroup."""
+    """Serves the contract QuantizeGroup."""
     scale = torch.empty(x.shape[0], x.shape[1] // group, dtype=torch.float32, device=x.device)
     return _quantise(x, scale, group, ue8m0, False), scale
 
