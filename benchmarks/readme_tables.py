@@ -65,17 +65,20 @@ def on_a_device(rows: Rows) -> str:
 
 
 LLAMA = ("AMD EPYC", "x86-64-avx512bf16", "0c1e570")  # processor, instruction set, build
-WEIGHTS = {"BF16": ("lite-8", None), "FP8 beside Q8_0": ("lite-8-fp8", None)}
-WEIGHTS |= {"int8 beside Q8_0": ("lite-8", "int8"), "int4 beside Q4_0": ("lite-8", "int4")}
+LLAMA_AMX = ("Intel(R) Xeon(R) Processor", "x86-64-amx", "0c1e570")
+WEIGHTS = {"BF16": ("lite-8", None), "FP8 and Q8_0": ("lite-8-fp8", None)}
+WEIGHTS |= {"int8 and Q8_0": ("lite-8", "int8"), "int4 and Q4_0": ("lite-8", "int4")}
 
 
-def _beside_llama(rows: Rows) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """By weights: the last record's cases by name."""
+def _beside_llama(
+    rows: Rows, machine: tuple[str, str, str] = LLAMA
+) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """By weights: the cases by name of a machine's last record."""
     found: dict[tuple[str, str | None], dict[str, Mapping[str, Any]]] = {}
     for r in rows:
         peer = r["engines"].get("llama.cpp", {})
         own = r["engines"]["ds-runtime"]["arch"]
-        if (r["machine"]["processor"], own, peer.get("build_commit")) == LLAMA:
+        if (r["machine"]["processor"], own, peer.get("build_commit")) == machine:
             key = (r["model"], r["settings"].get("quantize"))
             found[key] = {c["case"]: c for c in r["results"]}
     return {name: found[key] for name, key in WEIGHTS.items()}
@@ -98,6 +101,7 @@ def front(device: Rows, transformers: Rows, llama: Rows) -> str:
     t = [t for t in transformers if (t["model"], t["batch_size"]) == ("lite-8", 8)][-1]
     rate = t["decode_tokens_per_s"]
     c = _beside_llama(llama)["BF16"]["batch 16"]["tokens_per_s"]
+    amx = _beside_llama(llama, LLAMA_AMX)["FP8 and Q8_0"]["batch 16"]["tokens_per_s"]
     name = r["device"].removeprefix("NVIDIA ")
     return "\n".join(
         [
@@ -110,6 +114,9 @@ def front(device: Rows, transformers: Rows, llama: Rows) -> str:
             f"| transformers {t['versions']['transformers']}: {rate['transformers']:.1f} |",
             f"| 2 cores of an {LLAMA[0]} | lite-8, BF16, 16 requests "
             f"| {c['ds-runtime']:.1f} tokens/s | llama.cpp {LLAMA[2]}: {c['llama.cpp']:.1f} |",
+            "| 2 cores of an Intel Xeon with AMX | lite-8, FP8, 16 requests "
+            f"| {amx['ds-runtime']:.1f} tokens/s "
+            f"| llama.cpp {LLAMA_AMX[2]}, Q8_0: {amx['llama.cpp']:.1f} |",
             "",
         ]
     )

@@ -101,7 +101,7 @@ class QueueFullError(DsRuntimeError):
 
 
 class LogitsError(DsRuntimeError):
-    """The model's logits are NaN or infinite, so that a choice, `rid`, cannot go on."""
+    """The model's logits are NaN or infinite, so that a choice, `rid`, cannot continue."""
 
     def __init__(self, message: str, rid: str) -> None:
         super().__init__(message)
@@ -119,8 +119,8 @@ def named(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def blaming(who: str, further: str, kind: type[PluginError] = PluginError) -> Iterator[None]:
-    """What a plugin raises in here is a PluginError that names it, whatever it is: but an error
-    that is meant for people, memory that ran out, and an interrupt, which is the user's.
+    """What a plugin raises in here is a PluginError that names it. Exceptions are errors that are
+    meant for people, memory that ran out, and an interrupt of the user.
 
     further: the command that looks further.
     """

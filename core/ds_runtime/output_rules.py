@@ -42,7 +42,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rule that the generated text keeps to; set exactly one of the first five fields, or
-    json_schema and tool_calls for either, or thinking_budget, alone or beside them.
+    json_schema and tool_calls for either, or thinking_budget, alone or with them.
 
     json_schema: a schema, as an object, boolean or JSON text ({"type": "object"} is "any JSON
     object"). regex: in Rust's syntax, matched as a whole, with
@@ -50,7 +50,7 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Lark (`start: …`) grammar. choice: one of these strings. tool_calls: calls, and nothing else.
 
     reasoning: "none"; "optional": a `<think> … </think>` span may come first; "open": the prompt
-    has opened the span. The rule begins behind it. thinking_budget: tokens that the span may have,
+    has opened the span. The rule begins after it. thinking_budget: tokens that the span may have,
     before it is closed; None: any number. `field`: what errors name.
 
     Raises RequestError for no rule, two rules, or one of a wrong form.

@@ -204,8 +204,8 @@ def test_a_runtime_within_a_hook_is_one_sentence(name: str, start: str) -> None:
     assert ask(plugins, name) == []
     refusal = plugins.reports["one"].refusal
     assert str(refusal) == (
-        f"broken: {name} of plugin one starts a runtime (LLM, assemble or load_plugins) while one "
-        "asks it: return what the plugin brings, and start a runtime in a command of its own "
+        f"broken: {name} of plugin one starts a runtime (LLM, assemble or load_plugins) while it "
+        "is asked: return what the plugin brings. Start a runtime in a command of its own "
         "(ds_cli adds one) or in a script"
     )
 

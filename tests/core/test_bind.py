@@ -595,7 +595,7 @@ def test_without_room_nothing_is_held_beside(sites) -> None:
     few, many = _pair(20, 10)
     many = replace(many, fn=f"{__name__}:marked_beside", footprint=BESIDE)
     facts = replace(BASE, crowded=frozenset({"linear"}))
-    said = "holds 75% of the weight beside, for which memory has no room"
+    said = "holds an extra 75% of the weight, for which memory has no room"
     assert refusal(many, facts) == said and refusal(few, facts) is None
     for other in (BASE, replace(BASE, crowded=frozenset({"experts"}))):
         assert refusal(many, other) is None

@@ -232,7 +232,7 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
     [
         (["serve", "--port", "70000"], "--port 70000: a port is between 0 and 65535"),
         (["serve", "--tp", "0"], "--tp 0: must be at least 1"),
-        (["serve", "--enable-dp-attention"], "give --tp N beside it, or leave it out"),
+        (["serve", "--enable-dp-attention"], "give --tp N, too, or leave the flag out"),
         (
             ["serve", "--tp", "8", "--dp", "5", "--enable-dp-attention"],
             "--tp 8 does not divide into 5: give --tp 5, or leave",
@@ -601,7 +601,7 @@ def test_a_record_says_where_it_was_measured(tmp_path: Path) -> None:
 def test_several_served_names_are_refused_by_name(capsys):
     """The second one looks like a model's folder."""
     code, _, err = run(capsys, "serve", "--model", "demo", "--served-model-name", "a", "b")
-    assert code and "b: --model demo is given beside it: name one" in err
+    assert code and "b: --model demo names another model: give one of them" in err
     assert "--served-model-name takes one name, here a" in err
     code, _, err = run(capsys, "serve", "demo", "--served-model-name", "a", "b")
     assert code and "unknown argument b; --served-model-name takes one name, here a" in err

@@ -40,8 +40,8 @@ def test_every_operation_over_gloo(capsys, size):
     ("words", "said"),
     [
         (["--ranks", "1"], "--ranks 1: a group has at least 2 ranks"),
-        (["--ranks", "2", "--op", "linear"], "--ranks: asks the platform's communicator alone"),
-        (["cpu", "--ranks", "2"], "--ranks: asks the platform's communicator alone"),
+        (["--ranks", "2", "--op", "linear"], "--ranks: tests the platform's communicator alone"),
+        (["cpu", "--ranks", "2"], "--ranks: tests the platform's communicator alone"),
         (
             ["--ranks", "2", "--platform", "nowhere"],
             "--ranks 2: --platform 'nowhere': no such platform",

@@ -250,7 +250,7 @@ def test_a_wish_is_granted_and_logged(tmp_path: Path) -> None:
 
 def test_the_users_own_setting_wins_even_over_a_conflict(tmp_path: Path) -> None:
     wishes = wish("a", "page_size", 64), wish("b", "page_size", 128)
-    with pytest.raises(ConfigError, match="plugins a and b want --page-size 64 and 128: set"):
+    with pytest.raises(ConfigError, match="plugins a and b ask for --page-size 64 and 128: set"):
         start(tmp_path, *wishes)
     found = start(tmp_path, *wishes, explicit=("page_size",), page_size=32)
     assert (found.config.page_size, found.plan.changes) == (32, ())
@@ -276,14 +276,18 @@ def test_plugins_that_disagree_on_a_fusion_are_an_error_until_the_user_names_it(
     tmp_path: Path,
 ) -> None:
     wishes = wish("a", "fusion", ("qkv_a=off",)), wish("b", "fusion", ("qkv_a=on",))
-    with pytest.raises(ConfigError, match="a and b want --fusion qkv_a 'off' and 'on': set --fus"):
+    with pytest.raises(
+        ConfigError, match="a and b ask for --fusion qkv_a 'off' and 'on': set --fus"
+    ):
         start(tmp_path, *wishes)
     found = start(tmp_path, *wishes, explicit=("fusion",), fusion=("qkv_a=off",))
     assert found.config.fusion == ("qkv_a=off",)
 
 
 def test_a_fusion_that_is_pinned_and_switched_off_is_a_contradiction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--pin .*: --fusion add_rms_norm=off is given"):
+    with pytest.raises(
+        ConfigError, match=r"--pin .*: --fusion add_rms_norm=off contradicts it: leave one"
+    ):
         start(tmp_path, pin=("add_rms_norm=reference",), fusion=("add_rms_norm=off",))
 
 

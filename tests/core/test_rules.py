@@ -137,7 +137,7 @@ def test_explain_shows_what_was_decided_anew(
     plan = ["plan", "--model", str(model), "--device", "h100", "--pin", "experts=reference"]
     assert main([*plan, "--explain", "experts"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"decided anew by rule uncaptured: {PINNED}" in lines
+    assert f"decided again by rule uncaptured: {PINNED}" in lines
     assert main([*plan, "--explain", "experts", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rules"]
     assert rows[0] == {"rule": "uncaptured", "why": PINNED}

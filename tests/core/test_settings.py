@@ -60,7 +60,7 @@ def test_a_fraction_is_one_and_sizes_the_cache_alone(settings, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ssl_keyfile": "k.pem"}, "--ssl-keyfile: needs --ssl-certfile beside it"),
+        ({"ssl_keyfile": "k.pem"}, "--ssl-keyfile: needs --ssl-certfile, too"),
         (
             {"cors_origins": ("example.com",)},
             "--cors-origins 'example.com': write '\\*', or scheme",

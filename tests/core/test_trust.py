@@ -342,7 +342,7 @@ def test_a_plugin_in_the_working_directory_is_not_loaded(tmp_path: Path, way: st
             "from ds_runtime.plugins.manager import load_plugins; "
             "print(load_plugins().reports['acme'])"
         )
-        assert "lies in the working directory, from which nothing is" in run(tmp_path, "-c", code)
+        assert "is in the working directory, from which nothing is" in run(tmp_path, "-c", code)
     assert not list(tmp_path.glob("*.ran"))
 
 

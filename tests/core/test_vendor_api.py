@@ -243,7 +243,7 @@ def test_a_hook_beside_hooks_is_refused_with_a_sentence() -> None:
     module.ds_cli = hookimpl(lambda subcommands: None)  # type: ignore[attr-defined]
     found = load_plugins(["reference"], [module]).reports["acme"].refusal
     assert found is not None and found.kind == "broken"
-    assert "ds_cli stands beside `hooks`: give it to plugin(ds_cli=…)" in found.reason
+    assert "ds_cli is defined next to `hooks`: give it to plugin(ds_cli=…)" in found.reason
 
 
 def test_a_module_called_hooks_is_not_taken_for_them() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from code_texts import docstrings, messages, only_repeats, prose, raised
 from hypothesis import given
 from hypothesis import strategies as st
-from prose import BANNED, LONGEST, banned, blocks, faults, sentences
+from prose import BANNED, LONGEST, banned, blocks, entries, faults, sentences
 
 from ds_runtime.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
+WORD = st.text("abcdefg", min_size=1, max_size=6)  # no banned phrase has these letters alone
+LONG = st.lists(WORD, min_size=LONGEST + 1, max_size=60).map(lambda w: " ".join(w).capitalize())
+SHORT = st.lists(WORD, min_size=1, max_size=LONGEST).map(lambda w: " ".join(w).capitalize())
+NAME = st.sampled_from(["rows", "num_drafts", "q [n, hidden]", "k [n], v"])
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
@@ -46,34 +50,118 @@ def parsers() -> Iterator[argparse.ArgumentParser]:
                 todo += action.choices.values()
 
 
-def test_no_help_has_a_banned_phrase() -> None:
-    said = {(p.prog, p.description or "") for p in parsers()}
+def test_help_is_in_plain_english() -> None:
+    said = {(p.prog, text or "") for p in parsers() for text in (p.description, p.epilog)}
     said |= {(f"{p.prog} {a.dest}", str(a.help or "")) for p in parsers() for a in p._actions}
-    found = [f"{where}: {fault}" for where, text in sorted(said) for fault in banned(text)]
+    found = [f"{where}: {fault}" for where, text in sorted(said) for fault in faults(prose(text))]
     assert len(said) > 200 and not found, "\n".join(found)
 
 
-def raised(source: str) -> Iterator[str]:
-    """The texts of a module's errors: string constants below a `raise`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            for part in ast.walk(node.exc):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield part.value
+MODULES = [p for root in ("core", "kit", "plugins") for p in sorted(ROOT.glob(f"{root}/**/*.py"))]
+QUOTED = (  # texts of others: DeepSeek's own prompts, and words to draw prompts from
+    "core/ds_runtime/text/formats/dsml.py",
+    "core/ds_runtime/text/formats/dsml_v4.py",
+    "core/ds_runtime/text/formats/families.py",
+    "kit/bench/ds_runtime_bench/serving/prompts.py",
+)
+
+
+def test_messages_are_in_plain_english() -> None:
+    """Errors, logs, refusals, plan and doctor: whatever a module says."""
+    count, found = 0, []
+    for path in (p for p in MODULES if name(p) not in QUOTED):
+        for line, text in messages(path.read_text(encoding="utf-8")):
+            count += 1
+            found += [f"{name(path)}:{line}: {fault}" for fault in faults(prose(text))]
+    assert count > 2000 and not found, "\n".join(found)
+
+
+def test_docstrings_of_public_names_are_in_plain_english() -> None:
+    count, found = 0, []
+    for path in MODULES:
+        for line, of, text in docstrings(path.read_text(encoding="utf-8")):
+            count += 1
+            found += [f"{name(path)}:{line} {of}: {fault}" for fault in faults(text, entries)]
+    assert count > 4000 and not found, "\n".join(found)
+
+
+def test_no_docstring_only_repeats_its_name() -> None:
+    count, found = 0, []
+    for path in MODULES:
+        for line, of, text in docstrings(path.read_text(encoding="utf-8"), private=True):
+            count += 1
+            if only_repeats(of, text):
+                found.append(f"{name(path)}:{line} {of}: {text}")
+    assert count > 5000 and not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("of", "text", "repeats"),
+    [
+        ("Pages.free_pages", "Free the pages.", True),
+        ("_FreePages", "The free pages.", True),
+        ("sample", "Sample.", True),
+        ("sample", "A token for each row.", False),
+        ("the module", "Pages of a cache.", False),
+        ("is_free", "Whether it is.", False),
+    ],
+)
+def test_a_docstring_that_repeats_its_name_is_found(of: str, text: str, repeats: bool) -> None:
+    assert only_repeats(of, text) == repeats
+
+
+@given(st.lists(SHORT, min_size=1, max_size=5), st.lists(NAME, min_size=1, max_size=5))
+def test_entries_of_a_docstring_are_told_apart(several: list[str], names: list[str]) -> None:
+    """Sentences may begin in lower case; an entry of a name also ends at a semicolon."""
+    texts = [s.lower() for s in several]
+    assert entries(". ".join(texts) + ".") == [f"{s}." for s in texts]
+    said = [f"{n}: {texts[0]};" for n in names]
+    assert entries(" ".join(said)) == said
 
 
 def test_no_error_has_a_banned_phrase() -> None:
     count, found = 0, []
-    for path in (p for r in ("core", "kit", "plugins") for p in ROOT.glob(f"{r}/**/*.py")):
+    for path in MODULES:
         for text in raised(path.read_text(encoding="utf-8")):
             count += 1
             found += [f"{name(path)}: {fault}" for fault in banned(text)]
     assert count > 500 and not found, "\n".join(found)
 
 
-WORD = st.text("abcdefg", min_size=1, max_size=6)  # no banned phrase has these letters alone
-LONG = st.lists(WORD, min_size=LONGEST + 1, max_size=60).map(lambda w: " ".join(w).capitalize())
-SHORT = st.lists(WORD, min_size=1, max_size=LONGEST).map(lambda w: " ".join(w).capitalize())
+TEXT = st.lists(WORD, min_size=3, max_size=8).map(" ".join)
+SAYS = [  # where a module may say a text
+    "raise E({!r})",
+    "raise E(f'{{x}}: ' + {!r})",
+    "log.info({!r}, x)",
+    "def f():\n    'Doc.'\n    return {!r}",
+    "class A:\n    def f(self):\n        return [{!r}]",
+    "if x:\n    y = z or {!r}",
+]
+
+
+@given(TEXT, st.sampled_from(SAYS))
+def test_a_message_is_found_wherever_a_module_says_it(text: str, form: str) -> None:
+    (found,) = [said for _, said in messages(form.format(text))]
+    assert text in found
+
+
+DOCUMENTS = [  # (source with a docstring, whether it is of a public name)
+    ("{!r}", True),
+    ("def f():\n    {!r}", True),
+    ("class A:\n    async def f(self):\n        {!r}", True),
+    ("if x:\n    def f():\n        {!r}", True),
+    ("def _f():\n    {!r}", False),
+    ("class _A:\n    def f(self):\n        {!r}", False),
+    ("def f():\n    def inner():\n        {!r}", False),
+]
+
+
+@given(TEXT, st.sampled_from(DOCUMENTS))
+def test_a_docstring_is_no_message(text: str, case: tuple[str, bool]) -> None:
+    form, public = case
+    source = form.format(text)
+    assert not [*messages(source)]
+    assert [doc for _, _, doc in docstrings(source)] == [text] * public
 
 
 @given(LONG, st.sampled_from(["{}.", "* {}.", "1. {}.", "> {}.", "| {}. | x |", "# {}"]))

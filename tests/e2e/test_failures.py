@@ -95,7 +95,7 @@ def test_one_that_cannot_be_captured_late_is_named_in_the_log(tiny, wrong, monke
     monkeypatch.setattr(wrong.Wrong, "capture_after", 2)
     with served(tiny, wrong, "rms_norm", "waits", disable_graph=False) as llm:
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
-    (said,) = [r.message for r in caplog.records if "go on op by op" in r.message]
+    (said,) = [r.message for r in caplog.records if "continue op by op" in r.message]
     check_named(said, "rms_norm")
 
 

@@ -316,7 +316,7 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
                 replay()
     assert x == 20
     said = [r.message for r in caplog.records]
-    assert len(said) == 1 and said[0].startswith("decode steps go on op by op: CaptureError: ")
+    assert len(said) == 1 and said[0].startswith("decode steps continue op by op: CaptureError: ")
 
 
 def test_one_of_several_ranks_that_cannot_be_captured_is_an_error():

@@ -110,8 +110,8 @@ def test_what_doctor_says_of_nodes():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("always [madvise] never", "lie on large pages (transparent_hugepage: madvise)"),
-        ("[always] madvise never", "lie on large pages (transparent_hugepage: always)"),
+        ("always [madvise] never", "use large pages (transparent_hugepage: madvise)"),
+        ("[always] madvise never", "use large pages (transparent_hugepage: always)"),
         ("always madvise [never]", "off: decode is slower; echo madvise >"),
         ("", "not offered"),
     ],

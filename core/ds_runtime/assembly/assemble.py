@@ -1,6 +1,6 @@
 """Start-up, in order: platform → device → model → defaults → frozen config → offers → rules.
 
-Torch-free: `ds-runtime plan` and `doctor` stop here; the engine goes on and loads weights.
+Torch-free: `ds-runtime plan` and `doctor` stop here; the engine continues and loads weights.
 """
 
 from __future__ import annotations
@@ -216,8 +216,7 @@ def _pins(
     pins = Pin.parse_all(config.pin)
     if of_apart := [pin for pin in pins if pin.op in apart]:
         raise ConfigError(
-            f"{of_apart[0]}: --fusion {of_apart[0].op}=off is given beside it: leave one of them "
-            "out"
+            f"{of_apart[0]}: --fusion {of_apart[0].op}=off contradicts it: leave one of them out"
         )
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     return pins + backend_pins(config, offers.kernels, used, plugins.named("BACKENDS"))

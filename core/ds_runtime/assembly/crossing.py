@@ -1,10 +1,10 @@
 """What rows of a step cost on their way between ranks: bytes that cross, and bytes that are held.
 
-Bytes that cross are those that one rank receives, in steps whose rows are even over all groups: a
-sum over n ranks brings 2 (n - 1) / n of what is summed, a gather or a scatter of the sum
-(n - 1) / n of the whole. A sum of few values in the order of the ranks brings n - 1 of what is
-summed. Backends that send more for the sake of latency are not counted. Bytes
-held are those of the step in which one group has the most rows: every group is filled up to that.
+Bytes that cross are those that one rank receives, in steps whose rows are even over all groups. A
+sum over n ranks brings 2 (n - 1) / n of what is summed. A gather or a scatter of the sum brings (n
+- 1) / n of the whole. A sum of few values in the order of the ranks brings n - 1 of what is summed.
+Backends that send more for the sake of latency are not counted. Bytes held are those of the step in
+which one group has the most rows: every group is filled up to that.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Crossing:
         return Crossing(mesh, width, vocab * item, item, in_order, at_once, choices, routed, coded)
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
-        """Traffic of a decode step without drafts, of so many rows of every group."""
+        """Traffic of a decode step without drafts, of this many rows of every group."""
         groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
         few = self.in_order and rows * self.width < MANY * self.item
         wide = 4 / self.item if self.at_once else 1
@@ -96,18 +96,18 @@ class Crossing:
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
-        """Bytes that a rank receives in a step of so many rows in each group, of which `wanted` go
-        through the head: groups are filled up to the one with the most. Rows that fill up captured
-        steps, and those of drafts, are not counted.
+        """Bytes that a rank receives in a step of this many rows in each group, of which `wanted`
+        go through the head. Groups are filled up to the one with the most. Rows that fill up
+        captured steps, and those of drafts, are not counted.
         """
         logits = (self.mesh.tp - 1) / self.mesh.tp * self.logits
         every = self.mesh.attn_dp * max(rows)
         return every * (self.wire(layers).row - logits) + wanted * logits
 
     def held(self, rows: int) -> int:
-        """Bytes of the exchange at its widest, beside the rows that this rank gives and gets, where
-        the group that has the most has so many and there are as many in all: they go in and come
-        out; with groups a place of every group's lies between.
+        """Bytes of the exchange at its widest, besides the rows that this rank gives and gets,
+        if the largest group has `rows` and all groups together as many. They go in and come out.
+        With groups, there is a place for each group in between.
         """
         if self.mesh.tp == 1:
             return 0
@@ -126,6 +126,6 @@ class Crossing:
             yield min(values, MANY) * ((heads + 1) * item + summed)
 
     def gathered(self, rows: int) -> int:
-        """Bytes of the logits of so many rows while those of all ranks come together: each rank's,
-        and then one behind the other."""
+        """Bytes of the logits of this many rows while those of all ranks come together: each
+        rank's, and then one after the other."""
         return 2 * rows * self.logits if self.mesh.tp > 1 else 0

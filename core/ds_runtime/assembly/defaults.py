@@ -88,7 +88,7 @@ def _wishes(
                 if other != value:
                     flag = f"{flag_of(key[0])} {key[1]}".rstrip()
                     raise ConfigError(
-                        f"plugins {by} and {plugin} want {flag} {other!r} and {value!r}: set "
+                        f"plugins {by} and {plugin} ask for {flag} {other!r} and {value!r}: set "
                         f"{flag} yourself"
                     )
     return wishes
@@ -110,7 +110,7 @@ def with_whole_pages(
         return config
     fits = -(-size // of) * of
     which = ", ".join(f"{g.name} ({g.multiple})" for g in groups if g.multiple > 1)
-    why = f"an entry stands for several tokens in {which}"
+    why = f"an entry covers several tokens in {which}"
     if "page_size" in explicit:
         raise ConfigError(f"--page-size {size}: {why}; give a multiple of {of}, e.g. {fits}")
     changes.append(("page_size", f"{size} → {fits}", "core", f"{why}: a multiple of {of}"))
@@ -119,13 +119,13 @@ def with_whole_pages(
 
 def check_states(config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
     """Raises ConfigError for snapshots of nothing, UnsupportedError for trees of drafts where
-    requests keep more than pages, or an entry stands for several tokens: only a chain can be taken
-    back there."""
+    requests keep more than pages, or an entry covers several tokens. Only a chain can be taken back
+    there."""
     states = [group.name for group in groups if group.per_request]
     if config.state_snapshots is not None and not states:
         raise ConfigError(
-            f"--state-snapshots {config.state_snapshots}: requests of this model keep nothing "
-            "beside pages: leave the flag out"
+            f"--state-snapshots {config.state_snapshots}: requests of this model keep only "
+            "pages, and no states: leave the flag out"
         )
     shape = Speculation.of(config)
     if shape is None or shape.topk == 1:
@@ -133,7 +133,7 @@ def check_states(config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
     wide = [group.name for group in groups if group.multiple > 1]
     for which, why in (
         (states, "requests keep a state"),
-        (wide, "an entry of a cache stands for several tokens"),
+        (wide, "an entry of a cache covers several tokens"),
     ):
         if which:
             raise UnsupportedError(

@@ -26,8 +26,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def packed_bytes(config: ModelConfig, binding: Binding, dtype: str, positions: int) -> int:
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
-    A kernel holds a weight in the compute dtype unless it keeps the format, as often as it says,
-    and those that share it what they say of forms beside that. Padding is not counted; scales are,
+    A kernel holds a weight in the compute dtype unless it keeps the format, as often as it says.
+    Kernels that share the weight add the forms that they say. Padding is not counted; scales are,
     one per row and group of columns.
     """
     total: float = rotation_bytes(config, positions)
@@ -109,7 +109,7 @@ def most_sequences(config: EngineConfig) -> int:
 
 
 def decode_bytes(assembly: Assembly) -> int:
-    """The most that a kernel of dense attention says it holds in a step beside what it returns."""
+    """The most that a kernel of dense attention says it holds in a step besides what it returns."""
     return _workspace(assembly, {"mla_decode": most_sequences(assembly.config)})
 
 
@@ -124,8 +124,8 @@ def _workspace(assembly: Assembly, rows: Mapping[str, int]) -> int:
 
 
 def sparse_bytes(assembly: Assembly) -> int:
-    """What choosing tokens holds in one step: scores and choices of the rows that are scored
-    together, and the most that a kernel of sparse attention says it holds beside them."""
+    """What choosing tokens holds in one step. It is scores and choices of the rows that are scored
+    together, and the most that a kernel of sparse attention says it holds besides them."""
     config, indexing = assembly.config, assembly.model.indexing
     if indexing is None:
         return 0
@@ -140,13 +140,12 @@ def sparse_bytes(assembly: Assembly) -> int:
 
 
 def activation_bytes(assembly: Assembly) -> int:
-    """About what the widest moment of a step of `max_step_tokens` holds beside weights and caches:
-    four hidden states, twice all residual streams where there are several, and what one of
-    attention, a dense layer or the experts has at once, in the compute dtype. Experts: of every
-    pair of a token and an expert a row in, a row out, gate | up and their product. Attention:
-    queries, keys and values of all heads, and those of a chunk of cached tokens; with
-    --batch-invariant queries as they come and absorbed, and attended latents. What sparse attention
-    holds is `sparse_bytes`.
+    """About what the widest moment of a step of `max_step_tokens` holds besides weights and caches.
+    It is four hidden states, twice all residual streams if there are several, and what attention, a
+    dense layer or the experts have at once, in the compute dtype. Experts: of every pair of a token
+    and an expert a row in, a row out, gate | up and their product. Attention: queries, keys and
+    values of all heads, and those of a chunk of cached tokens; with --batch-invariant queries as
+    they come and absorbed, and attended latents. What sparse attention holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
     if config.batch_invariant:  # nothing is expanded

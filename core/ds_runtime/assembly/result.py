@@ -28,9 +28,9 @@ from ds_runtime.plugins.manager import Plugins
 
 @dataclass(frozen=True, slots=True)
 class SecondForm:
-    """The weights of an op in a faster form beside the one they came in. nbytes: of one rank.
-    tokens: that the KV cache holds less for it. seconds: that a decode step of one request takes
-    less, by the device's memory bandwidth; None where that is not known."""
+    """The weights of an op in a faster form in addition to the one they came in. nbytes: of one
+    rank. tokens: that the KV cache holds less for it. seconds: that a decode step of one request
+    takes less, by the device's memory bandwidth; None where that is not known."""
 
     op: str
     nbytes: int
@@ -41,14 +41,14 @@ class SecondForm:
     def __str__(self) -> str:
         saves = "" if self.seconds is None else f", saves {self.seconds * 1e3:.2f} ms"
         return (
-            f"{self.op}: {amount(self.nbytes)} beside its weights, {self.tokens} tokens of KV "
+            f"{self.op}: {amount(self.nbytes)} more than its weights, {self.tokens} tokens of KV "
             f"cache{saves} of a decode step: {'kept' if self.kept else 'left out'}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What a rule had decided anew, and why. setting: that it changed, as `Assembly.changes`."""
+    """What a rule had decided again, and why. setting: that it changed, as `Assembly.changes`."""
 
     rule: str
     why: str
@@ -161,7 +161,7 @@ class Assembly:
 
 
 def undone(config: EngineConfig) -> int:
-    """Tokens that a step may take back: those that it verifies, behind the first."""
+    """Tokens that a step may take back: those that it verifies, after the first."""
     shape = Speculation.of(config)
     return 0 if shape is None else shape.tokens - 1
 

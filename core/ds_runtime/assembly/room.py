@@ -92,7 +92,7 @@ class Reserve:
 
 
 def reserve(assembly: Assembly) -> Reserve:
-    """What is kept free beside weights and KV cache on one rank's device."""
+    """What is kept free besides weights and KV cache on one rank's device."""
     config, crossing = assembly.config, Crossing.of(assembly)
     shape = Speculation.of(config)
     rows = config.max_running_requests * (1 if shape is None else shape.tokens)
@@ -223,8 +223,8 @@ def _wanted(bare: Assembly) -> int:
 
 def requests_that_fit(assembly: Assembly) -> int:
     """How many requests run at once by default: `REQUESTS`, or fewer, so that `REQUEST_TOKENS`
-    tokens of each fit beside what steps of so many hold. Above eight it is a multiple of eight. At
-    least the largest of --graph-sizes."""
+    tokens of each fit besides what steps of this many hold. Above eight it is a multiple of eight.
+    At least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
     one, sizes = -(-each // config.page_size) / config.attn_dp, assembly.cache_sizes
@@ -260,8 +260,8 @@ def said(assembly: Assembly) -> list[str]:
     beside = f"kept free for {needs}"
     if lacking > 0:
         beside = (
-            f"beside them may come {needs}, {amount(lacking)} more than there is: a step may run "
-            "out of memory"
+            f"{needs} may come on top, {amount(lacking)} more than there is: a step may run out of "
+            "memory"
         )
     groups, each = assembly.config.attn_dp, " of each rank" if assembly.config.tp > 1 else ""
     every = f"; {tokens * groups} in all {groups} groups" if groups > 1 else ""

@@ -1,7 +1,7 @@
 """What a decision shows to be better otherwise: rules, applied until none fires. Torch-free.
 
 Each looks at what was decided, and says what to decide otherwise and why. The first that fires has
-everything decided anew.
+everything decided again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_runtime.ops.binding.bind import Binding
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is decided about beside settings. captured: decode steps are replayed. rounded: see
+    """What is decided about besides settings. captured: decode steps are replayed. rounded: see
     `SiteList`. apart: fusions that are not wanted. crowded: ops without second forms of weights.
     compact: see `decide_all`. requests: that run at once; 0: as many as fit, None: as it is set.
     """

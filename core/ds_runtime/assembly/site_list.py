@@ -134,9 +134,9 @@ def _draft_format(
 def target_format(quantize: str, module: str, stored: str) -> str:
     """The format that a Linear is packed from, given the checkpoint's own.
 
-    The head is rounded to int8 at most: what it gets wrong, nothing after it repairs. kv_b stays
-    as it is: decode multiplies by it from both sides, and it is small. So do compressors, which
-    native files keep wide.
+    The head is rounded to int8 at most, because nothing after it repairs its errors. kv_b stays as
+    it is, because decode multiplies by it from both sides, and it is small. So do compressors,
+    which native files keep wide.
     """
     name = module.rpartition(".")[2]
     wide = name == KV_B or COMPRESSOR in module.split(".")

@@ -1,4 +1,4 @@
-"""Files of a checkpoint as strangers wrote them: plain files alone are read, and so many bytes.
+"""Files of a checkpoint as strangers wrote them: plain files alone are read, and this many bytes.
 
 A pipe would never end, a device never be empty, and a sparse file costs its writer nothing.
 Torch-free.

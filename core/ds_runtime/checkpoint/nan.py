@@ -1,9 +1,9 @@
-"""NaN among stored numbers: found by the host right behind the copy, while the bytes are in the
+"""NaN among stored numbers: found by the host right after the copy, while the bytes are in the
 caches, or by the device that they were sent to.
 
 Of every format the NaN are the numbers whose bits, without the sign, lie above those of infinity,
 or of the largest number where there is none. As signed integers the positive ones are then above
-all others, and as unsigned integers the negative ones: two maxima find either, at the speed at
+all others, and as unsigned integers the negative ones. Two maxima find either, at the speed at
 which the caches are read.
 """
 

@@ -37,7 +37,7 @@ class NanLooks:
         return said if self.allow is None else f"{said}, or load it with --allow-nan-weights"
 
     def is_good(self, numbers: Tensor) -> Tensor:
-        """Which of these scales, or of what was made with them, may stand there."""
+        """Which of these scales, or of what was made with them, may be there."""
         return ~torch.isinf(numbers) if self.allow else torch.isfinite(numbers)
 
     def at(self, entries: Sequence[StoredTensor]) -> Callable[[int, Bytes], None] | None:
@@ -62,8 +62,8 @@ class NanLooks:
         return next(name for name, other in self._entries.items() if other == entry)
 
     def ask(self, entries: Sequence[StoredTensor], begin: int, sent: Tensor) -> None:
-        """Have the device look for NaN in what it was sent, from file offset `begin` on: together
-        in what is of one dtype, since calls of the device cost more than looking."""
+        """Have the device look for NaN in what it was sent, from file offset `begin` on. Data of
+        one dtype is looked at together, since calls of the device cost more than looking."""
         places: dict[str, list[_Place]] = {}
         for e in entries if self.allow is False else ():
             if (piece := _whole(e, begin, sent.shape[0])) is not None:

@@ -98,8 +98,8 @@ class Checkpoint:
 
         `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
         without a step. Reads from the file only what is asked, strip by strip for columns. Blocks
-        become float32. On a device that computes beside the host, what is queued there later finds
-        it complete. looks: for NaN, where it is not allowed; else the caller does.
+        become float32. On a device that computes in parallel with the host, what is queued there
+        later finds it complete. looks: for NaN, where it is not allowed; else the caller does.
         """
         entry = self.entry(name)
         if entry.dtype in BLOCKS:
@@ -212,9 +212,9 @@ class Checkpoint:
 
     @contextmanager
     def together(self, names: Iterable[str], device: torch.device | str) -> Iterator[None]:
-        """What this thread reads of these tensors for a device that computes beside the host comes
-        out of as few reads as their places allow, and what it reads of the small ones for the host
-        as well; for tensors that it wants all of."""
+        """What this thread reads of these tensors for a device that computes in parallel with the
+        host comes out of as few reads as their places allow. So does what it reads of the small
+        ones for the host. For tensors that it wants all of."""
         entries = sorted(map(self.entry, names), key=lambda e: (e.file, e.begin))
         spans: list[list[StoredTensor]] = []
         for entry in entries:

@@ -16,7 +16,7 @@ from ds_runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class FromFile:
-    """What a file sets: values by field, and where each stands."""
+    """What a file sets: values by field, and the place of each."""
 
     path: str
     values: Mapping[str, Any]

@@ -26,7 +26,7 @@ def add_flags(
     """One flag per field of the dataclass `config` (or `only` some), in the fields' help groups.
 
     Flags carry no default, so that the namespace holds exactly what the user set. spaces: lists
-    take spaces beside commas, where no argument without a flag may follow. hidden: help leaves
+    take spaces besides commas, where no argument without a flag may follow. hidden: help leaves
     them out.
     """
     hints, wanted = get_type_hints(config), frozenset(only)

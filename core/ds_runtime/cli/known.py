@@ -67,7 +67,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-nsa-prefill-context-parallel": nothing(_CONTEXTS),
     "--nsa-prefill-cp-mode": nothing(_CONTEXTS, "one"),
     "--disable-custom-all-reduce": nothing("the platform's plugin chooses how ranks add up"),
-    "--enable-two-batch-overlap": nothing("halves of a step beside each other are not built yet"),
+    "--enable-two-batch-overlap": nothing(
+        "two halves of a step at the same time are not built yet"
+    ),
     "--disaggregation-mode": Spelling(
         _APART, refused=True, takes="one", values={"null": Spelling(takes="one")}
     ),
@@ -89,7 +91,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--kv-offloading-backend": nothing("host memory is the engine's own", "one"),
     # memory
     "--gpu-memory-utilization": Spelling(
-        "counts what steps need beside weights and KV cache, too, and is --memory-utilization here",
+        "includes what steps need besides weights and KV cache; here it is --memory-utilization",
         {"memory_utilization": GIVEN},
         takes="one",
     ),

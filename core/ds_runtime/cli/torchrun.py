@@ -35,7 +35,7 @@ def is_spare(environ: MutableMapping[str, str]) -> bool:
 
 def settle(namespace: Namespace, environ: MutableMapping[str, str]) -> list[str]:
     """Set what the user did not; returns the sentence for the start. Ranks of ours meet at the port
-    behind torchrun's, which it holds itself, and make a store of their own.
+    after torchrun's, which it holds itself, and make a store of their own.
     """
     if not started_by(environ):
         return []

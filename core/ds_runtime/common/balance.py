@@ -6,14 +6,14 @@ _SLACK = 8  # requests more than another group, and half as many again
 
 
 def most_beside(fewest: int) -> int:
-    """Requests that a group may run and still get what its cache knows, beside one that runs the
-    fewest of all.
+    """Requests that a group may run and still get what its cache knows, compared with one that runs
+    the fewest of all.
     """
     return fewest * 3 // 2 + _SLACK
 
 
 def most_of(requests: int, groups: int) -> int:
-    """Requests that one of `groups` runs at most of so many, as long as they end alike."""
+    """Requests that one of `groups` runs at most of this many, as long as they end alike."""
     if groups == 1:
         return requests
     return min(requests, most_beside(-(-requests // groups)))

@@ -1,4 +1,4 @@
-"""Garbage collection beside steps: what is loaded, and the prompts that wait, are not walked.
+"""Garbage collection and steps: what is loaded, and the prompts that wait, are not walked.
 
 CPython collects the old generation again once it has grown by a quarter. Frozen objects do not
 count in that, so a few hundred prompts suffice: each of these collections walks every token id of

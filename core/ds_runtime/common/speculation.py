@@ -1,8 +1,8 @@
 """What the user asked of speculation, settled. Torch-free.
 
-Names and meanings are those that users know: `steps` is how often the draft layer runs after a
-step of the model, `topk` how many continuations of a token it follows, and `tokens` how many
-tokens of a sequence the model verifies in one forward, the last one it drew included.
+Names and meanings are those that users know. `steps` is how often the draft layer runs after a step
+of the model. `topk` is how many continuations of a token it follows. `tokens` is how many tokens of
+a sequence the model verifies in one forward, the last one it drew included.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Speculation:
 
     @property
     def room(self) -> int:
-        """Tokens behind the last one whose keys the draft layer writes while it drafts."""
+        """Tokens after the last one whose keys the draft layer writes while it drafts."""
         return (self.steps - 1) * self.topk
 
     @staticmethod
@@ -105,7 +105,7 @@ def check(config: SpeculativeSettings) -> None:
         for flag, value in given.items():
             if value is not None:
                 said = flag if value is True else f"{flag} {value}"
-                raise ConfigError(f"{said}: needs --speculative-algorithm NEXTN or EAGLE beside it")
+                raise ConfigError(f"{said}: needs --speculative-algorithm NEXTN or EAGLE, too")
         return
     for flag, value in list(given.items())[:3]:
         if isinstance(value, int) and value < 1:
@@ -119,13 +119,13 @@ def check(config: SpeculativeSettings) -> None:
             )
     if not 2 <= tokens <= MOST_TOKENS:
         raise ConfigError(
-            f"{flag} {tokens}: must be 2 to {MOST_TOKENS}: the last token and the drafts behind it "
+            f"{flag} {tokens}: must be 2 to {MOST_TOKENS}: the last token and the drafts after it "
             "(a chain verifies one more than --speculative-num-steps)"
         )
     if topk == 1 and tokens != steps + 1:
         raise ConfigError(
             f"{flag} {tokens}: with --speculative-eagle-topk 1 and --speculative-num-steps {steps} "
-            f"it is {steps + 1}: a chain has one draft per step behind the last token"
+            f"it is {steps + 1}: a chain has one draft per step after the last token"
         )
     if tokens > (whole := Speculation.whole(steps, topk)):
         raise ConfigError(
@@ -134,13 +134,13 @@ def check(config: SpeculativeSettings) -> None:
         )
     if topk > 1 and config.batch_invariant:
         raise ConfigError(
-            f"--speculative-eagle-topk {topk} with --batch-invariant: nodes of a tree lie at other "
-            "places of the cache than tokens of an answer, and are added in another order: give 1"
+            f"--speculative-eagle-topk {topk} with --batch-invariant: nodes of a tree have other "
+            "places in the cache than tokens of an answer, and are added in another order: give 1"
         )
     if found.room > TAIL:
         raise ConfigError(
             f"--speculative-eagle-topk {topk}: with --speculative-num-steps {steps} the draft "
-            f"layer runs for {found.room} tokens of a tree behind the first level, the limit is "
+            f"layer runs for {found.room} tokens of a tree after the first level, the limit is "
             f"{TAIL}: lower one of them"
         )
     if config.max_step_tokens < tokens:

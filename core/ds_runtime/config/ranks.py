@@ -50,13 +50,13 @@ def _divided(config: RankSettings) -> None:
     if config.tp == 1 and (config.dp or 1) == 1:
         raise ConfigError(
             "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
-            "give --tp N beside it, or leave it out"
+            "give --tp N, too, or leave the flag out"
         )
     if config.tp % (dp := config.dp or config.tp):
         raise ConfigError(
-            f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
-            f"have attention of their own, and --tp {config.tp} does not divide into {dp}: give "
-            f"--tp {dp}, or leave --enable-dp-attention out for {dp} replicas of --tp ranks each"
+            f"--dp {dp}: with --enable-dp-attention it counts groups of ranks. --tp {config.tp} "
+            f"does not divide into {dp}: give --tp {dp}, or leave --enable-dp-attention out for "
+            f"{dp} replicas of --tp ranks each"
         )
 
 
@@ -70,8 +70,8 @@ def _several(config: RankSettings) -> None:
         return
     if config.tp % nodes:
         raise ConfigError(
-            f"--nnodes {nodes}: --tp {config.tp} ranks do not divide among so many machines: give "
-            f"a multiple of {nodes}"
+            f"--nnodes {nodes}: --tp {config.tp} ranks do not divide among {nodes} machines: "
+            f"give a multiple of {nodes}"
         )
     if not config.enable_dp_attention and (config.dp or 1) > 1:
         raise ConfigError(
@@ -81,9 +81,9 @@ def _several(config: RankSettings) -> None:
     host, _, port = (at or "").rpartition(":")
     if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65535:
         raise ConfigError(
-            f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, an address of machine "
-            "0 that every other one reaches, by name or IPv4 number, as ranks do not meet by IPv6; "
-            "the port is below 65535, as the next one is used, too"
+            f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, a name or IPv4 number "
+            "of machine 0 that every other machine reaches. Ranks do not use IPv6. The port is "
+            "below 65535, because the next one is used, too"
         )
 
 

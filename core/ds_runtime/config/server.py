@@ -118,7 +118,7 @@ class ServerConfig:
                 raise ConfigError(f"{flag_of(name)} {getattr(self, name)}: must be at least 0")
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ConfigError(f"{flag_of(name)}: needs --ssl-certfile beside it")
+                raise ConfigError(f"{flag_of(name)}: needs --ssl-certfile, too")
         if not 0 < self.client_timeout < 1e6:
             raise ConfigError(f"--client-timeout {self.client_timeout}: must be above 0")
         for origin in self.cors_origins:

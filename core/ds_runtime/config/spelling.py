@@ -20,7 +20,7 @@ GIVEN = "{given}"  # in `sets`: the value that was given
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One flag. says: a sentence behind the flag's name. sets: fields by name and the text of their
+    """One flag. says: a sentence after the flag's name. sets: fields by name and the text of their
     values, or `GIVEN`. refused: the start ends with the sentence. takes: how many values, "none",
     "one" or "many". values: what single values mean, where that differs. weak: what it sets yields
     to what is said of the field itself, on the command line or in a file.

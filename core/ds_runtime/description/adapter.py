@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What an adapter_config.json says of the tensors beside it, which say themselves whose they
+    """What an adapter_config.json says of the tensors next to it, which say themselves whose they
     are.
     """
 

@@ -37,9 +37,9 @@ class Yarn:
 class Indexing:
     """The lightning indexer of sparse attention.
 
-    interleaved: rotates pairs rather than halves. computes: per layer, whether it has an indexer
-    of its own; the others attend what the last one before them chose (arXiv 2603.12201). because:
-    the key of config.json that says so, with its value.
+    interleaved: rotates pairs rather than halves. computes: per layer, whether it has an indexer of
+    its own. The others attend what the last one before them chose (arXiv 2603.12201). because: the
+    key of config.json that says so, with its value.
     """
 
     heads: int

@@ -28,7 +28,7 @@ def rewritten(block: BlockNode, apart: Collection[str], adapted: Collection[str]
 
 def join_inputs(a: AttentionNode, apart: Collection[str]) -> AttentionNode:
     """Rules `qkv_a` and `index_keys`: the first projections of query and latent are one product if
-    they have one format, and the projection of index keys belongs to it if it has that, too."""
+    they have one format. The projection of index keys joins them if it has that format."""
     if QKV_A in apart or a.query.format != a.latent.format:
         return a
     some = [a.query, a.latent]
@@ -41,7 +41,7 @@ def join_inputs(a: AttentionNode, apart: Collection[str]) -> AttentionNode:
 
 
 def hold_shared(moe: MoeNode, apart: Collection[str], adapted: Collection[str]) -> MoeNode:
-    """Rule `shared_experts`: these are slots behind the routed experts, as many as they are routed
+    """Rule `shared_experts`: these are slots after the routed experts, as many as they are routed
     experts wide, unless they have another format, parts of blocks or adapters of their own."""
     form, several = joined(moe.experts.formats)
     if moe.shared is None or several or SHARED_EXPERTS in apart:

@@ -1,4 +1,4 @@
-"""A quantization_config that was left beside weights that are not quantised. Torch-free.
+"""A quantization_config that was left next to weights that are not quantised. Torch-free.
 
 Who converts a checkpoint back to 16 bits often keeps its config.json. Names and dtypes of the
 tensors tell: they are all floats then, and none is a scale, a zero point or a code.

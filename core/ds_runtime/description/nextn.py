@@ -1,6 +1,6 @@
 """Where the draft layer (MTP, NextN) lies. Torch-free.
 
-In the model it is layer `num_hidden_layers`, behind the last; its checkpoint may be the model's own
+In the model it is layer `num_hidden_layers`, after the last; its checkpoint may be the model's own
 or another folder, with a format of its own. Embedding and head are the model's: copies of them in
 the checkpoint are not read.
 """

@@ -131,7 +131,7 @@ def nextn_sites(
 
 
 def first_experts(config: ModelConfig, ep: int) -> range | None:
-    """Those of the first of `ep` ranks, for all of which they stand; None: there is one."""
+    """Those of the first of `ep` ranks, whose sites are those of all; None: there is one."""
     return None if ep == 1 else range(config.experts // ep)
 
 

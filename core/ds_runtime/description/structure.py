@@ -74,7 +74,7 @@ def model_of(
 def draft_of(
     config: ModelConfig, layer: int, format_of: FormatOf, experts: range | None = None
 ) -> DraftTree:
-    """The tree of the draft layer behind the model's last. layer: its number in its checkpoint.
+    """The tree of the draft layer after the model's last. layer: its number in its checkpoint.
     experts: as of a model."""
     make = _Layer(config, format_of, config.layers, layer)
     return DraftTree(

@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
     experts: int = 1  # by number
 
     def of(self, over: str) -> int:
-        """How many divide what is cut so. Beside experts by number the shared ones see the rows of
+        """How many divide what is cut so. With experts by number the shared ones see the rows of
         a rank's own sequences, as attention does."""
         own = self.heads if self.experts > 1 else self.width
         some = {"heads": self.heads, "shared": own, "expert": self.width // self.experts}
@@ -59,13 +59,13 @@ class Ranks(NamedTuple):
 
 
 def padded(size: int, ranks: int) -> int:
-    """How many rows each of so many ranks has of a vocabulary; the last ones' are padded."""
+    """How many rows each of this many ranks has of a vocabulary; the last ones' are padded."""
     return -(-size // ranks)
 
 
 class Stack(NamedTuple):
-    """Where a weight of a routed expert lies if the checkpoint stacks the experts of a layer: in
-    matrix `number` of this module, as `part` of the `parts` equal ones that its rows are."""
+    """Where a weight of a routed expert lies if the checkpoint stacks the experts of a layer. It is
+    in matrix `number` of this module, as `part` of the `parts` equal ones that its rows are."""
 
     module: str
     number: int
@@ -161,7 +161,7 @@ class RoutedExperts(Sequence[SwiGluNode]):
 
 class MoeNode(NamedTuple):
     """Routed experts, and shared ones. table: the experts of every token, where these are not
-    chosen by scores. slots: how many slots behind the routed experts hold the
+    chosen by scores. slots: how many slots after the routed experts hold the
     shared ones. single: routed experts are products of their own, for adapters."""
 
     layer: int

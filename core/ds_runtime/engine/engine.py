@@ -1,6 +1,6 @@
 """Scheduler and runner together: requests in, messages out, one step at a time.
 
-Used in process by the offline API and, behind sockets, by `engine/process/loop.py`.
+Used in process by the offline API and, through sockets, by `engine/process/loop.py`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _MASK_WAIT = 0.002  # and for a mask
 class Engine:
     """Rank 0's engine. `leader` reaches the other ranks, if there are any.
 
-    Where the device computes beside the host, a step is scheduled and launched before the results
-    of the one before are awaited. What those change (an end, an abort) is seen a step late: the
-    scheduler drops what a request got beyond its end.
+    Where the device computes in parallel with the host, a step is scheduled and launched before the
+    results of the one before are awaited. What those change (an end, an abort) is seen a step late:
+    the scheduler drops what a request got beyond its end.
     """
 
     def __init__(self, assembly: Assembly, runner: Runner, leader: Leader | None = None) -> None:
@@ -166,7 +166,7 @@ class Engine:
         self.scheduler.abort(rids)
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter; requests under way go on. RequestError says why it cannot be."""
+        """Load an adapter; requests under way continue. RequestError says why it cannot be."""
         try:
             held = self.adapters.place(name, Path(folder).expanduser().absolute())
             message = PutAdapter(held.slot, str(held.folder))

@@ -152,23 +152,22 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
 
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
     neither they nor `pages_free` count are those that running requests use, those of `pages_held`
-    that leases of other engines keep, and `pages_coming`, which are read from others; `pages_given`
+    that leases of other engines keep, and `pages_coming`, which are read from others. `pages_given`
     and `pages_pulled` have gone so far. Of snapshots of states: how many there may be, those that
-    later prompts can go on from, how often one did, and those that made room for others. Of
-    host memory: pages that it holds at most, those it has and those that made room for others; of
-    `cached_tokens` those found there; bytes that one rank has saved and loaded, and the seconds
-    from when such copies were queued until a step found them ended. Of
-    the disk: of `cached_tokens` those found there, bytes that were written and read, and whether
-    it is full or broken, so that nothing is written. Of speculation: `draft_tokens` were verified,
-    `verified` times one request's at once, and `accepted_tokens` of them were right. `broken`:
-    choices that ended because the model's logits were not finite. Of structured output: processor
-    seconds that masks took, how often a choice sat a step out because its mask was not there, and
-    rules that wait to be compiled. Of steps with prompts: their number, the prompts' new tokens in
-    them, how many carried less of prompts than they could for --max-itl, and of those since their
-    cost is known, what they took and were expected to take. `wire_bytes`: what each rank
-    has received from the others, by arithmetic. `expert_tokens`: by layer, how many tokens chose
-    each routed expert, with --expert-metrics. `compilations`: kernels that were compiled in
-    rank 0's process, by "compiler kernel".
+    later prompts can continue from, how often one did, and those that made room for others. Of host
+    memory: pages that it holds at most, those it has and those that made room for others. Of
+    `cached_tokens` those found there. Bytes that one rank has saved and loaded, and the seconds
+    from when such copies were queued until a step found them ended. Of the disk: of `cached_tokens`
+    those found there, bytes that were written and read, and whether it is full or broken, so that
+    nothing is written. Of speculation: `draft_tokens` were verified, `verified` times one request's
+    at once, and `accepted_tokens` of them were right. `broken`: choices that ended because the
+    model's logits were not finite. Of structured output: processor seconds that masks took, how
+    often a choice sat a step out because its mask was not there, and rules that wait to be
+    compiled. Of steps with prompts: their number, the prompts' new tokens in them, and how many
+    carried less for --max-itl. Since their cost is known: what they took and were expected to take.
+    `wire_bytes`: what each rank has received from the others, by arithmetic. `expert_tokens`: by
+    layer, how many tokens chose each routed expert, with --expert-metrics. `compilations`: kernels
+    that were compiled in rank 0's process, by "compiler kernel".
     """
 
     running: int = 0

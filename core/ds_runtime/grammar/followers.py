@@ -22,8 +22,8 @@ _SHARE = 8  # of so many processors, one is for heavy guides
 
 @dataclass(eq=False, slots=True)
 class Following:
-    """A guide on its way behind `tokens`, with `drafts` behind these. `found`: where it came to,
-    in so many seconds of processor time; `quick`: whether its last mask was.
+    """A guide on its way after `tokens`, with `drafts` after these. `found`: where it came to,
+    in this many seconds of processor time; `quick`: whether its last mask was.
     """
 
     guide: Guide

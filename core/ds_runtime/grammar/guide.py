@@ -44,7 +44,7 @@ class Followed:
 
 class Guide:
     """`masks`: the tokens that may come next, one bit each, as a row of MaskLogits' masks, and
-    those that may come behind each draft, empty where it cannot come.
+    those that may come after each draft, empty where it cannot come.
 
     `is_done`: nothing but the end can come. It belongs to a request, survives preemption, and is
     told every token that the request keeps. `allowed`: words with every bit of the model's
@@ -75,9 +75,9 @@ class Guide:
     def follow(
         self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Followed:
-        """Go on behind `tokens`, as far as possible, and make the masks of what comes then.
+        """Continue after `tokens`, as far as possible, and make the masks of what comes then.
 
-        parents: behind which draft each comes, counted from 1, or 0; none: behind the one before.
+        parents: after which draft each comes, counted from 1, or 0; none: after the one before.
         """
         for index, token in enumerate(tokens):
             try:
@@ -91,7 +91,7 @@ class Guide:
         return Followed()
 
     def take(self, token: int) -> None:
-        """Go on behind `token`. RequestError when the rule is too complex to go on with."""
+        """Continue after `token`. RequestError when the rule is too complex to continue with."""
         matcher = self._matcher
         self._taken += 1
         if not self._consume(matcher, token):

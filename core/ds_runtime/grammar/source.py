@@ -1,7 +1,7 @@
 """Output rules as grammars in llguidance's language (Lark with JSON schemas inside).
 
 Every token that the tokenizer adds to its vocabulary (roles, tool markers, `<think>`) is special to
-the grammars: it never counts as text and comes only where a grammar names it by id.
+the grammars. It never counts as text and comes only where a grammar names it by id.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def context_length(assembly: Assembly) -> int:
 @dataclass(frozen=True, slots=True)
 class KvMemory:
     """What one rank can hold. sizes: of a page, and a block of state. why: what sets the size.
-    snapshots: of what requests keep beside pages; states: all blocks for that, these among them.
+    snapshots: of what requests keep besides pages; states: all blocks for that, these among them.
     """
 
     pages: int
@@ -81,7 +81,7 @@ class KvMemory:
         if self.states:
             running = self.states - self.snapshots - 1
             beside = (
-                f", beside {amount(self.states * self.sizes.state)} of states "
+                f", besides {amount(self.states * self.sizes.state)} of states "
                 f"(--max-running-requests {running}, --state-snapshots {self.snapshots})"
             )
             states = "lower --state-snapshots or --max-running-requests, "
@@ -146,7 +146,7 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
     why = "your setting gives"
     if fraction is None:
         why = (
-            f"beside steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
+            f"besides steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
             f"captured steps ({amount(reserved.captured)}) and other memory there are"
         )
     remedy = _fewer_tokens(config)

@@ -31,7 +31,7 @@ def allocate(
 
 
 def with_pages(caches: Caches, pages: int, where: device) -> Caches:
-    """So many pages of their own, beside the states that are there."""
+    """This many pages of their own, besides the states that are there."""
     own = [laid for laid, _ in caches.groups if not laid.group.per_request]
     return Caches([*allocate(own, pages, 0, where).groups, *caches.states])
 

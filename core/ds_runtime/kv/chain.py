@@ -16,5 +16,5 @@ def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> Iterator[by
 
 
 def page_key(above: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full page of `tokens` behind another one, whose key is `above`."""
+    """The key of a full page of `tokens` after another one, whose key is `above`."""
     return sha256(above + pack(f"<{len(tokens)}i", *tokens)).digest()

@@ -1,7 +1,7 @@
 """A short name for the weights in a folder: what is alike in two places has the same one.
 
 Weights take minutes to read, so a digest is of all names, shapes and formats, of small tensors as a
-whole, and of three blocks of each large one. Whoever trains or rounds a checkpoint anew changes
+whole, and of three blocks of each large one. Whoever trains or rounds a checkpoint again changes
 these. Someone who means to deceive changes other bytes: keys of pages are no proof of weights.
 """
 

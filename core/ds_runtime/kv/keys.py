@@ -19,7 +19,7 @@ from ds_runtime.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the bytes of a page depend on beside its tokens. weights, adapter: digests of files;
+    """What the bytes of a page depend on besides its tokens. weights, adapter: digests of files;
     layouts: tags by the names of cache groups; dtypes: of the caches; salt: a client's own; shard:
     which part of the heads, of how many, where an entry has keys and values of heads; computed:
     where rows have bits of their own, what these hang on: device, ranks, software and kernels.

@@ -19,7 +19,7 @@ class PagePool:
 
     def alloc(self, count: int) -> list[int]:
         """`count` pages with undefined content; there must be as many free."""
-        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         if count == 0:
             return []
         pages = self._free[-count:]

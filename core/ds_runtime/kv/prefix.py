@@ -1,11 +1,11 @@
 """Prefix cache: a tree over whole pages, so that equal prompt beginnings are computed once.
 
-One node is one full page of tokens, below the node of the page before it. What may not be shared
-hangs below another root, its realm's: KV of other weights (a low-rank adapter's) is other KV of the
-same tokens, and that of another salt is another client's. Running requests hold references on the
-path that they read, its root included; a node without references may be evicted once it has no
-children, least recently used first, and a root is forgotten then. Only page ids live here, the
-bytes are the device's.
+One node is one full page of tokens, below the node of the page before it. What may not be shared is
+below another root, that of its realm. Other weights (a low-rank adapter's) give other KV of the
+same tokens. Another salt is another client's. Running requests hold references on the path that
+they read, its root included. A node without references may be evicted once it has no children,
+least recently used first, and a root is forgotten then. Only page ids live here, the bytes are the
+device's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Node:
 class Match(NamedTuple):
     """A path into the tree: its deepest node and its pages from the root down. behind: names of the
     pages that follow below the device. num_known: how many are known, of which a request may be
-    able to go on from fewer.
+    able to continue from fewer.
     """
 
     node: Node
@@ -71,7 +71,7 @@ class Match(NamedTuple):
 
 
 class Marks(Protocol):
-    """What is kept at some nodes, where a request cannot go on from every one."""
+    """What is kept at some nodes, where a request cannot continue from every one."""
 
     def resumable(self, found: Match, everywhere: bool) -> Match: ...
     def lose(self, node: Node) -> None: ...
@@ -92,7 +92,8 @@ class Below(Protocol):
 
 class PrefixCache:
     """The tree. Pages enter by `extend` and leave by `evict`, `flush` or `discard`. marks: of the
-    nodes that a prompt may go on from; None: any. below: where pages go from here; None: nowhere.
+    nodes that a prompt may continue from; None: any. below: where pages go from here; None:
+    nowhere.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], realm: Realm = OWN, everywhere: bool = False) -> Match:
         """The longest cached beginning of `tokens` that leaves at least one token to compute, and
-        that a request can go on from. everywhere: also of what lies below the device.
+        that a request can continue from. everywhere: also of what lies below the device.
 
         Takes no reference: `lock` the node before anything is evicted.
         """
@@ -133,7 +134,7 @@ class PrefixCache:
         return found if self.marks is None else self.marks.resumable(found, everywhere)
 
     def find(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
-        """As `match`, whether a request can go on from there or not."""
+        """As `match`, whether a request can continue from there or not."""
         node, pages, size = self.root(realm), [], self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))

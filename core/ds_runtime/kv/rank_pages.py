@@ -264,7 +264,7 @@ class Pages:
             self.snapshots.publish(request)
 
     def discard(self, request: Holder) -> None:
-        """Its logits are not finite, and it has left: no page that it computed stays in the prefix
+        """Its logits are not finite, and it has left. No page that it computed stays in the prefix
         cache, nor one that it read before anybody's logits were computed from it.
         """
         if self.prefix is None:

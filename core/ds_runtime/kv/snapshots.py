@@ -1,8 +1,8 @@
-"""Snapshots of what requests keep beside their pages: when they are made, and who has them.
+"""Snapshots of what requests keep besides their pages: when they are made, and who has them.
 
-Of each state group a request that runs has the block of its row. Behind the blocks of all rows, and
+Of each state group a request that runs has the block of its row. After the blocks of all rows, and
 a spare one, lie those of snapshots: copies from where a page ended, which a prompt that begins
-alike goes on from. The prefix cache keeps them at the nodes of such pages until others need their
+alike continues from. The prefix cache keeps them at the nodes of such pages until others need their
 blocks; a request has one at most that is not there yet.
 
 A quarter of the blocks at most is for snapshots that prompts have gone on from, those used last:
@@ -29,7 +29,7 @@ TOKENS = 4096  # of a prompt between two snapshots
 @dataclass(slots=True, eq=False)
 class PinnedBlock:
     """Somebody outside reads the block of a node. stands: it is the node's yet. A block that was
-    the node's, then another's, and is the node's again, no longer stands."""
+    the node's, then another's, and is the node's again, does not count."""
 
     node: Node
     block: int
@@ -46,12 +46,12 @@ class StatesBelow(Protocol):
 
 
 class Snapshots:
-    """The snapshots of one rank: `count` at most, behind `rows` requests' blocks and a spare one.
+    """The snapshots of one rank: `count` at most, after `rows` requests' blocks and a spare one.
 
-    A prompt has them at every `TOKENS` tokens, at its last page that it does not fill, and where
-    another prompt left it that was seen, here or by who computes it; behind it
-    a request renews one with every page, which is the last one's when it ends. below: where they
-    go from here; None: nowhere. In copies −1 − n is slot n there.
+    A prompt has snapshots at every `TOKENS` tokens, at its last page that it does not fill, and
+    where another prompt was seen to leave it. After the prompt a request renews one with every
+    page, which is the last one's when it ends. below: where they go from here; None: nowhere. In
+    copies −1 − n is slot n there.
     """
 
     def __init__(self, page_size: int, rows: int, count: int) -> None:
@@ -74,7 +74,7 @@ class Snapshots:
         return len(self._new) + len(self._read)
 
     def resumable(self, found: Match, everywhere: bool) -> Match:
-        """The part of a path that a request can go on from: up to its last node with a snapshot.
+        """The part of a path that a request can continue from: up to its last node with a snapshot.
         everywhere: or up to a page with one below the device.
         """
         below, known = self.below if everywhere else None, found.num_pages
@@ -92,7 +92,7 @@ class Snapshots:
         return Match(node, pages, num_known=known)
 
     def lose(self, node: Node) -> None:
-        """The node leaves, or nothing goes on from it."""
+        """The node leaves, or nothing continues from it."""
         if self.below is not None and node in self:
             self.below.losing(node)
         if (block := self._forget(node)) >= 0:
@@ -162,8 +162,8 @@ class Snapshots:
         return min(length, min(stops) - start)
 
     def start(self, request: Holder, num_known: int = 0) -> None:
-        """It takes its row: what it has read of the prefix cache goes on from a snapshot. Where it
-        leaves the pages that are known others may, too: it makes one there.
+        """It takes its row: what it has read of the prefix cache continues from a snapshot. Where
+        it leaves the pages that are known others may, too: it makes one there.
         """
         node = request.node
         if num_known > request.num_shared:
@@ -244,7 +244,7 @@ class Snapshots:
         return self._read.pop(node, self._new.pop(node, -1))
 
     def note(self, source: int, target: int) -> None:
-        """A copy of a block, behind those noted so far."""
+        """A copy of a block, after those noted so far."""
         self._copies.append((source, target))
 
     def _source(self, node: Node) -> int:

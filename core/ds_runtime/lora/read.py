@@ -31,9 +31,9 @@ _UNSERVED = {
 class Pair:
     """Where the pair of one Linear lies. a: [rank, in], b: [out, rank] of the tensors named.
 
-    expert: (index, experts) where the tensors hold those of a whole layer, as PEFT stacks them:
-    A [experts · rank, in] expert by expert, B [out, rank · experts] with the expert last.
-    rows: of B, where gate and up share it.
+    expert: (index, experts) where the tensors hold those of a whole layer, as PEFT stacks them. A
+    [experts · rank, in] expert by expert, B [out, rank · experts] with the expert last. rows: of B,
+    where gate and up share it.
     """
 
     a: str
@@ -108,7 +108,8 @@ class Adapter:
         for mine, other in ((_A, _B), (_B, _A)):
             if mine not in halves:
                 raise CheckpointError(
-                    f"{self.path}: {module}{mine} is missing beside {module}{other}"
+                    f"{self.path}: {module}{mine} is missing; {module}{other} is there: "
+                    "save the adapter again"
                 )
 
     def _pair(self, module: str) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the device: a pair per slot beside every Linear that may have one.
+"""Low-rank adapters on the device: a pair per slot for every Linear that may have one.
 
 Slots are allocated once, so that captured steps read in place what is loaded later. An adapter is
 read and checked as a whole (`stage`) before any slot changes (`put`).

@@ -28,8 +28,8 @@ LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rm
 
 class Inputs:
     """x → query, latent and index keys. Their first projections are one matmul where their weights
-    have one format: q = q_b(norm(q_a x)), or q_proj x for models without a query latent; kv = kv_a
-    x; keys = wk x where the layer has an indexer.
+    have one format: q = q_b(norm(q_a x)), or q_proj x for models without a query latent. Kv = kv_a
+    x. Keys = wk x where the layer has an indexer.
     """
 
     def __init__(self, load: Loader, node: tree.AttentionNode) -> None:

@@ -33,7 +33,7 @@ class Moves(NamedTuple):
 class LanguageModel(ABC):
     """One rank's part of the model; `load` reads and packs its weights block by block.
 
-    Those of layers have been made: layers, so many, and tables, the bytes of what they share.
+    Those of layers have been made: layers, this many, and tables, the bytes of what they share.
     """
 
     def __init__(self, config: ModelConfig, load: Loader, layers: int, tables: int) -> None:
@@ -93,8 +93,8 @@ class LanguageModel(ABC):
         """The head: [rows, hidden] → [rows, vocab] float32, the same on every rank.
 
         Collective: every rank calls it for the same rows. A row's logits take 4 bytes per
-        vocabulary entry, so many rows go through in slices. out: [rows, vocab] float32 to write to.
-        adapters: those of the rows, as in Batch.
+        vocabulary entry, this many rows go through in slices. out: [rows, vocab] float32 to write
+        to. adapters: those of the rows, as in Batch.
         """
         return self._logits(self.lm_head, hidden, out, adapters)
 

@@ -73,7 +73,7 @@ class DecoderLayer:
     def enter(
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor | Codes, Tensor]:
-        """(what attention takes, the residual beside it), both [T, hidden]."""
+        """(what attention takes, the residual), both [T, hidden]."""
         fused, groups = self.quantises if residual is None else self.adds_and_quantises, None
         if fused:
             groups = self.attention.quantizes(x.shape[0], batch)
@@ -148,7 +148,7 @@ class DeepSeekModel(LanguageModel):
             yield self.blocks[layer], LayerStep(batch, *own, selection)
 
     def few(self, batch: Batch) -> Tensor | None:
-        """The logit rows, if these are all that the last layer has to compute behind its attention:
+        """The logit rows, if these are all that the last layer has to compute after its attention:
         nobody reads the others' hidden states.
         """
         exchange, rows, order = self.exchange, batch.logit_rows, batch.order
@@ -171,7 +171,7 @@ class DeepSeekModel(LanguageModel):
         self, batch: Batch, caches: Caches, attended: Tensor
     ) -> Generator[Cut, None, Tensor]:
         """`forward` of every token, in pieces that depend on their number alone, not on whose they
-        are: between two of them somebody calls `attend`, which fills `attended` [T, heads · v].
+        are. Between two of them the caller runs `attend`, which fills `attended` [T, heads · v].
         Returns the final hidden states [T, hidden].
         """
         x, residual = self.embedded(batch.input_ids, batch), None

@@ -105,7 +105,7 @@ class RmsNormLayer:
     def add_quantized(
         self, x: Tensor, residual: Tensor, groups: linear.Groups
     ) -> tuple[Codes, Tensor]:
-        """As `add`."""
+        """(norm(x + residual) as codes, x + residual); `residual` must not be used afterwards."""
         q, scale, summed = self._ops.add_rms_norm_quantize(
             x, residual, self.weight, self.eps, *groups
         )
@@ -216,7 +216,7 @@ class ExpertsLayer:
         self.packed: Packed = kernel.pack(source, facts)
 
     def quantized(self, rows: int, x: Tensor) -> Codes | None:
-        """x [n, hidden] as codes that stand for it in a call of so many rows, where the kernel
+        """x [n, hidden] as codes that stand for it in a call of this many rows, where the kernel
         makes these itself."""
         make = None if self._limit else getattr(self._kernel, "quantize", None)
         made = None if make is None else make(rows, x, self.packed)

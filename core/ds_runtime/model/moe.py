@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: a SwiGLU, or routed experts beside a shared one."""
+"""The feed-forward half of a block: a SwiGLU, or routed experts with a shared one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DenseMlp:
 
 
 class MoeMlp:
-    """Routed experts plus the shared experts, which are added unscaled: one SwiGLU, or slots behind
+    """Routed experts plus the shared experts, which are added unscaled: one SwiGLU, or slots after
     the routed experts that every token takes. By scores, or by what the ids of tokens say.
     """
 

@@ -66,7 +66,7 @@ def _ramp(yarn: Yarn, dim: int, theta: float) -> Tensor:
 
 def paired_rows(config: ModelConfig, stored: Stored, rows: int) -> Tensor | None:
     """The checkpoint's row for each row of a rank's weight, where its rotated dims are not stored
-    as pairs, but as all first halves before all second ones; None for any other weight.
+    as pairs, but as all first halves before all second ones. None for any other weight.
     """
     if config.rope_interleave or not (head := stored.rotated):
         return None

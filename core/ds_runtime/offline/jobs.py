@@ -67,7 +67,7 @@ class PendingCall:
             self.running[job.submit.rid] = job
 
     def check(self) -> None:
-        """RequestError or LogitsError for a job that the engine could not go on with."""
+        """RequestError or LogitsError for a job that the engine could not continue with."""
         if self.failed is not None:
             raise self.failed.error
 

@@ -48,10 +48,10 @@ __all__ = ["LLM", "Completion", "RequestOutput", "Usage"]
 class LLM:
     """An engine in this process. `settings` are fields of `EngineConfig`.
 
-    model: folder, hub id or "demo". extra_plugins: modules with hooks, used beside the installed
-    plugins. Raises ConfigError, UnsupportedError or CheckpointError when it cannot start. Calls
-    may overlap (a stream open while another runs, or `generate` inside its loop), threads may not.
-    Close it, or use it as a context manager.
+    model: folder, hub id or "demo". extra_plugins: modules with hooks, used in addition to the
+    installed plugins. Raises ConfigError, UnsupportedError or CheckpointError when it cannot start.
+    Calls may overlap (a stream open while another runs, or `generate` inside its loop), threads may
+    not. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LLM:
         if config.replicas > 1:
             raise ConfigError(
                 f"--dp {config.dp}: a server runs replicas (ds-runtime serve), and this is one "
-                "engine: leave it out, or give --enable-dp-attention beside it for groups of ranks"
+                "engine: leave it out, or give --enable-dp-attention, too, for groups of ranks"
             )
         if config.nnodes > 1:
             raise ConfigError(

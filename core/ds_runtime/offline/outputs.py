@@ -30,7 +30,7 @@ class Completion:
     answer: Answer | None = None
 
     def parse(self, parser: OutputParser) -> None:
-        """Read `answer` from the whole text. An end of the model's own behind calls means them."""
+        """Read `answer` from the whole text. An end of the model's own after calls means them."""
         natural = self.finish_reason == "stop" and self.stop_reason is None
         self.answer = Answer()
         self.answer.add([*parser.feed(self.text, len(self.token_ids)), *parser.finish(natural)])

@@ -54,8 +54,8 @@ class DecodePart:
     kv_lens: [size] int32 on the device, all new tokens included; host_kv_lens likewise. q_lens:
     rows of each sequence, which are consecutive; empty if every sequence has one. Row j of a
     sequence with n rows sees its first kv_len − (n − 1 − j) tokens. tree: [rows] int64, where rows
-    are nodes of a tree of drafts: instead, a row sees token t of its sequence's kv_len if t <
-    kv_len − TAIL, or if bit t − (kv_len − TAIL) of its number is set.
+    are nodes of a tree of drafts. Then a row sees token t of its sequence's kv_len if t < kv_len −
+    TAIL, or if bit t − (kv_len − TAIL) of its number is set.
     """
 
     page_table: Tensor
@@ -138,8 +138,8 @@ class RowOrder:
     of all groups: each one's, filled up to `rows`, one group after the other. real: [all rows]
     int64, which of these places hold a row; None if all do. wanted: logit rows of each group,
     filled up. order: [logit rows] int64, the place among these of every logit row of the step, in
-    the order of its works; None if they lie so. adapters and logit_adapters: as in Batch, of all
-    real rows and of all logit rows; None if no row has one.
+    the order of its works. None if they lie so. adapters and logit_adapters: as in Batch, of all
+    real rows and of all logit rows. None if no row has one.
     """
 
     rows: int

@@ -57,7 +57,7 @@ def multiplies(dtype: str) -> Gate:
 
 
 def latent(latent: int, rope: int) -> Gate:
-    """Attends in a latent space of this width, with so many rotated values beside it."""
+    """Attends in a latent space of this width, with this many rotated values next to it."""
 
     def check(facts: Facts) -> str | None:
         found = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
@@ -83,7 +83,7 @@ def head_dims(nope: int, rope: int, value: int) -> Gate:
 
 
 def heads(most: int, multiple: int = 1) -> Gate:
-    """Takes up to so many heads of a rank, in multiples."""
+    """Takes up to this many heads of a rank, in multiples."""
 
     def check(facts: Facts) -> str | None:
         found = facts.dims.get("heads", 0)

@@ -1,7 +1,7 @@
 """The built-in plugin "compiled": references of small ops through torch.compile, for decode steps.
 
 It offers something where `--enable-torch-compile` says so, before what platforms have: for calls of
-so many rows, others serve the rest. Torch-free at import.
+this many rows, others serve the rest. Torch-free at import.
 """
 
 from __future__ import annotations

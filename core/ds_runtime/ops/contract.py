@@ -109,13 +109,13 @@ class Facts:
 
     The first block describes the process, the second one site (an op at a place in the model).
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
-    calls are recorded and replayed with other contents of the same tensors, so a call may not wait
-    for the device, and what it launches may depend on shapes and limits, but on no length.
-    `crowded`: ops for second forms of whose weights (`Footprint.beside`) memory has no room.
-    `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
-    `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
-    `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: the device's link.
-    `batch_invariant`: see `own_bits`: the same arithmetic for a row, whatever else a call has.
+    calls are recorded and replayed with other contents of the same tensors. So a call may not wait
+    for the device. What it launches may depend on shapes and limits, but on no length. `crowded`:
+    ops for second forms of whose weights (`Footprint.beside`) memory has no room. `quantized`:
+    weights of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a
+    call, at most, that torch.compile's functions are to serve; 0: none. `ranks` of each mesh axis,
+    on `hosts` machines; `interconnect`, `multicast`: the device's link. `batch_invariant`: see
+    `own_bits`: the same arithmetic for a row, whatever else a call has.
     """
 
     device: DeviceInfo
@@ -157,7 +157,7 @@ class Site:
     captured: False outside the model's forward pass, which is what is captured. count: weights of
     this shape that the place owns. stored: the format of the weight in the checkpoint, where it is
     converted to `weight_format` while it is loaded. weights: names in the model of what the place
-    is made from, one as often as all of it is read; of routed experts at most the first, as each is
+    is made from, one as often as all of it is read. Of routed experts at most the first, as each is
     read once. values: how many numbers it holds of all.
     """
 
@@ -288,7 +288,7 @@ class Encoding:
     format: the weight format (`ops/formats.py`, or a plugin's own) that reading it gives. layout:
     how its codes lie in the files; the core reads those of `weights/layouts.py`, any other is for
     the loader's own `read`. tensors: component of `WeightPart` → the tensor's name below the
-    module; "../NAME" lies beside it. optional: components that may be missing. unread: tensors
+    module; "../NAME" lies next to it. optional: components that may be missing. unread: tensors
     that may be there and say nothing. block: (rows, columns) that share a scale, 0 for all of
     them, where it is not the format's. divides: the global scales divide instead of multiplying.
     """
@@ -313,11 +313,11 @@ class QuantLoader:
     hf_quant_config.json under that name where there is such a file. `accepts` says whether it is
     this loader's. `encodings` parses it once and gives a function: path of a Linear → Encoding.
     `refuse` says which value it does not read where the format is its own, None where it is
-    another's; it is asked once no loader accepts. `read` is a lazy function
-    `(PartRequest) -> WeightPart`, by default `read_part`, which knows the core's layouts. `samples`
-    is a lazy function `(values, module) -> Iterable[LoaderSample]` for conformance: a Linear of
-    about these values [rows, cols] float32 at this path, stored in each way that the loader reads;
-    nothing for a shape or a module that the format does not have.
+    another's; it is asked once no loader accepts. `read` is a lazy function `(PartRequest) ->
+    WeightPart`, by default `read_part`, which knows the core's layouts. `samples` is a lazy
+    function `(values, module) -> Iterable[LoaderSample]` for conformance: a Linear of about these
+    values [rows, cols] float32 at this path, stored in each way that the loader reads. Nothing for
+    a shape or a module that the format does not have.
     """
 
     name: str
@@ -360,7 +360,7 @@ class Decision:
 class Routing:
     """How tokens choose experts: the router's constants, from config.json.
 
-    shared: slots of shared experts behind the routed ones, which every token takes.
+    shared: slots of shared experts after the routed ones, which every token takes.
     """
 
     top_k: int

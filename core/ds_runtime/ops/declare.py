@@ -1,4 +1,4 @@
-"""How an op is declared: once, beside its Protocol, as a typed field of its area. Torch-free.
+"""How an op is declared: once, next to its Protocol, as a typed field of its area. Torch-free.
 
 A contract file ends in a class of its ops:
 
@@ -52,12 +52,11 @@ class Cost:
     """How an op is timed, and what a call must move and compute.
 
     calls: by method, "" for a function: the arguments but for `packed` and `state`, made by a
-    `TrueInputs` for so many tokens, and the work, of `Sizes` for so many tokens. It may be FLOPs
-    alone: then a call reads its arguments and writes its results, each once.
-    step: the methods whose weights or cached tokens a decode step must read. source: what `pack`
-    gets, where that is not one weight or a layer's experts. size: in words, what a token is where
-    sites do not say it. by_width: rows have one width, which `Sizes` says. float32: computes in it
-    whatever the dtype.
+    `TrueInputs` for a number of tokens. Also the work, of `Sizes`, for that number. It may be FLOPs
+    alone: then a call reads its arguments and writes its results, each once. step: the methods
+    whose weights or cached tokens a decode step must read. source: what `pack` gets, where that is
+    not one weight or a layer's experts. size: in words, what a token is where sites do not say it.
+    by_width: rows have one width, which `Sizes` says. float32: computes in it whatever the dtype.
     """
 
     calls: Mapping[str, tuple[Callable[..., tuple[Any, ...]], Callable[..., OpWork]]]
@@ -100,7 +99,7 @@ class Op:
     `protocol` names the typing.Protocol whose docstring is the contract. `kind` is "function"
     (a kernel's `fn` is the callable) or "object" (`fn` is called with the site's Facts and returns
     the object). `samples` names a generator `(facts) -> Iterator[Case]`; unless said otherwise,
-    `NAME_samples` beside the Protocol. `tolerance` is dtype → relative error bound,
+    `NAME_samples` next to the Protocol. `tolerance` is dtype → relative error bound,
     ‖out − oracle‖ / ‖oracle‖. `judge(args, got, want, tolerance)`, where the contract leaves more
     freedom than that, gives (error, "" or what is wrong). `defined(args, result)` is the result
     without what the contract leaves undefined.
@@ -108,7 +107,7 @@ class Op:
     Mappings are by method, "" for a function. `results` gives shapes and dtypes of what comes back,
     from the facts of the place and the arguments; no entry: nothing does. `rows` says which
     arguments have a row per token, `among` the one whose rows others read, too, so that a call
-    which has it is not taken apart; `by_sequence`: attention, which is taken apart by sequences.
+    which has it is not taken apart. `by_sequence`: attention, which is taken apart by sequences.
     `own_rows`: equal rows give equal results whatever else is in the batch. `writes` are the
     arguments that are written in place, `contiguous` is true of what comes back. `cost` is what a
     call moves and computes, and how it is timed.
@@ -116,7 +115,7 @@ class Op:
     `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which runs where
     no fused kernel is bound. `optional` (fusions only): where no plugin offers it the model itself
     computes it by the ops in `uses`, at their own sites, and has no site for it. `layout` names the
-    shared layout that kernels of this op must agree on; `chooses`: the best of them that agrees
+    shared layout that kernels of this op must agree on. `chooses`: the best of them that agrees
     with all others chooses it, as these read most of the cache. `sized`: its samples have the
     widths of the model's heads and latent. `adapter` names a function that takes what a kernel of
     the contract's previous version names with `fn` and returns the same by this version; empty:
@@ -124,8 +123,8 @@ class Op:
 
     `absent`: ids may be −1, of experts that other ranks have, and kernels say that they skip these.
 
-    Of the reference: `waits`, it reads the device to decide what to do; `plain`, it sums no rows,
-    so that a row's bits are its own; `compiles`, it is worth torch.compile for few rows.
+    Of the reference: `waits`, it reads the device to decide what to do. `plain`, it sums no rows,
+    so that a row's bits are its own. `compiles`, it is worth torch.compile for few rows.
     """
 
     reference: str

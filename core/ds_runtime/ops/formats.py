@@ -1,7 +1,7 @@
 """The canonical weight formats: all that a loader may make and a kernel may read. Torch-free.
 
-A format is what a `WeightPart` holds in memory (`ops/weight.py`), never how a file stores it:
-codes lie one per element in [rows, cols], whatever packing, transposition or scale direction the
+A format is what a `WeightPart` holds in memory (`ops/weight.py`), never how a file stores it. Codes
+are one per element in [rows, cols], whatever packing, transposition or scale direction the
 checkpoint had. The meaning of every format is `dequantise` of `ops/weight.py`:
 
     value[r, c] = (code[r, c] − zero[i, j]) · scale[i, j] · global

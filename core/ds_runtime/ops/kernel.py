@@ -60,7 +60,7 @@ class RowRange:
         return bool(self.first or self.below)
 
     def holds(self, rows: int) -> bool:
-        """Whether a call of so many rows lies within the bounds."""
+        """Whether a call of this many rows lies within the bounds."""
         return self.first <= rows and (not self.below or rows < self.below)
 
 
@@ -97,9 +97,9 @@ class Compiles:
     `ahead` names a function `(facts, rows) -> None` that has calls of each of these numbers of rows
     compiled, all that a step can have, without weights, into a cache on disk. Other processes call
     it while weights are loaded, with the device as torch's current one. `rehearsal` names a
-    function that gives a context, whose value says whether it works here: within, calls of all
-    kernels that name it compile and do not run, their results are zeros, and leaving it waits until
-    all have compiled. `variant` names a function `(facts, rows) -> Hashable`: calls of numbers of
+    function that gives a context, whose value says whether it works here. Within it, calls of all
+    kernels that name it compile and do not run. Their results are zeros, and leaving it waits until
+    all have compiled. `variant` names a function `(facts, rows) -> Hashable`. Calls of numbers of
     rows for which it is the same are served by what one of them had compiled (rows of attention
     over prompts: the longest sequence's). It is asked of every number that a step can have; empty:
     one call serves for all.

@@ -30,7 +30,7 @@ class WeightPart:
     tensors: component → tensor, all on one device, owned by the part:
 
     * "weight" [rows, cols]: the numbers ("dense"), or a code per element in the format's dtype,
-      nothing packed: e4m3; int8; int4 codes in int8, −8 … 7, or 0 … 15 beside "zero"; e2m1 codes
+      nothing packed: e4m3. Int8. Int4 codes in int8, −8 … 7, or 0 … 15 with "zero". E2m1 codes
       0 … 15 in uint8 (bit 3 the sign, then 0 ½ 1 1½ 2 3 4 6).
     * "scale": the rows and columns of the scale grid that cover the part, multiplied with codes.
       Any float dtype, or one byte (uint8, e8m0) that means 2^(byte − 127). Never NaN.

@@ -2,9 +2,8 @@
 
 Where attention is divided by heads, every rank has every row, and partial results are summed over
 the ranks (`Sum`). Where it is divided by sequences, each of some groups of ranks has the rows of
-its own sequences: those of all groups are gathered in front of a weight that is cut, and of the
-sums behind it each group keeps its own (`GatherScatter`). Inside a group all ranks have the same
-rows.
+its own sequences. Rows of all groups are gathered before a weight that is cut. Of the sums after it
+each group keeps its own (`GatherScatter`). Inside a group all ranks have the same rows.
 
 The model asks for the way of rows (`enter`, `leave`, `collect`). A step asks what of it is this
 group's, and in what order rows lie: arrays of the host that go up with its own. Nobody asks which
@@ -106,7 +105,7 @@ class RowExchange(ABC):
         return parts
 
     def entered(self, count: int, order: Order) -> int:
-        """How many rows `enter` gives of so many."""
+        """How many rows `enter` gives of this many."""
         return count
 
     @abstractmethod
@@ -165,7 +164,7 @@ class RowExchange(ABC):
         return _nothing
 
     def each(self, works: Sequence[StepShare], rows: int, upload: Arrays) -> Pending:
-        """Of so many rows of each work, all of them wanted, without adapters."""
+        """Of this many rows of each work, all of them wanted, without adapters."""
         return _nothing
 
     def captured(
@@ -195,7 +194,7 @@ class RowExchange(ABC):
     def picks(
         self, works: Sequence[StepShare], counts: Sequence[int], upload: Arrays
     ) -> tuple[Pick, Pick]:
-        """Of things of which each work has so many, and of works."""
+        """Of things of which each work has this many, and of works."""
         return _ALL, _ALL
 
     def section(self, size: int) -> Pick:

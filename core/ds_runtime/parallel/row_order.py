@@ -1,4 +1,4 @@
-"""Whose rows of a step lie where, once those of all groups are gathered: index arrays on the host.
+"""The order of the rows of a step, once those of all groups are gathered: index arrays on the host.
 
 Only where attention is divided by sequences. Every rank makes the same from the same plan.
 """

@@ -95,7 +95,7 @@ def _named(entry: str) -> str:
 
 
 def heard(compiler: str, kernel: str, count: int) -> None:
-    """So many were compiled by a process that this one started."""
+    """This many were compiled by a process that this one started."""
     with _LOCK:
         _COUNTS[compiler, kernel] += count
 

@@ -139,13 +139,12 @@ class Platform(ABC):
     0 is used only where it is named.
 
     family: what people call such devices, in the plural, as sentences name them ("Acme GPUs"); the
-    platform's name where it says nothing.
-    asynchronous: work is queued, and the device computes beside the host. captures: `graph_backend`
-    gives one. branches: its captures hold work side by side (`ops.branch`). captures_prefill: what
-    a capture allocates is memory that torch can address, and is nobody else's until another capture
-    of the backend is made or replayed, so that steps with prompts are captured, too, in pieces
-    between attentions, which read and write there; without effect beside capture_after.
-    capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
+    platform's name where it says nothing. asynchronous: work is queued, and the device computes in
+    parallel with the host. captures: `graph_backend` gives one. branches: its captures hold work
+    side by side (`ops.branch`). captures_prefill: torch can address what a capture allocates, and
+    nobody else uses it until another capture of the backend is made or replayed. So steps with
+    prompts are captured, too, in pieces between attentions. Without effect with capture_after.
+    capture_after: 0 if steps are captured at start. Else each when it has run that often op by op,
     for devices where recording is cheap and a spare row is not: decode steps, with drafts or
     without; the capture runs the step, too.
     ordered_sums: by the link of devices on one host, how many ranks may be in a group whose

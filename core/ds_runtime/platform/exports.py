@@ -32,8 +32,8 @@ def names(module: str = "", beside: str = "*") -> Export:
 
 
 def text(name: str, pattern: str, said: str) -> Export:
-    """Returns what gives this name where a file of the glob pattern has a text: the definition of a
-    function in Python, or the schema of an op in the binary that registers it."""
+    """Returns what gives this name where a file of the glob pattern has a text. It is the
+    definition of a function in Python, or the schema of an op in the binary that registers it."""
 
     def found(folder: Path) -> Iterable[str]:
         return (name,) if holds(folder, pattern, said) else ()

@@ -1,8 +1,8 @@
 """Captured steps over torch's graphs: for platforms to hand out. Nothing here knows a vendor.
 
-Every device that torch captures on has the same interface for it, in a module of the device's name
-(`torch.NAME`): `Stream`, `stream`, `current_stream`, `synchronize`, and a graph class with
-`capture_begin`, `capture_end`, `replay` and `pool`; for branches a stream has `wait_stream`,
+Every device that torch captures on has the same interface, in a module of the device's name
+(`torch.NAME`). It has `Stream`, `stream`, `current_stream`, `synchronize`, and a graph class with
+`capture_begin`, `capture_end`, `replay` and `pool`. For branches a stream has `wait_stream`,
 `wait_event` and `record_event`.
 """
 
@@ -55,7 +55,7 @@ class TorchGraphs:
     """GraphBackend. Captures on one side stream, into one memory pool.
 
     runtime: torch's module of the device. graph: the name of its graph class. branches: captures
-    hold work of `ops.branch` beside what follows it, on a stream of its own.
+    hold work of `ops.branch` in parallel with what follows it, on a stream of its own.
     """
 
     def __init__(

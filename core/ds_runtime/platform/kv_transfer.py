@@ -5,8 +5,8 @@ again only when `poll` has told of the read, or `release` has given it up. What 
 itself is plain data, and every number in it has a bound.
 
 Devices run later than they are told to. A block that is offered may not have been written yet, and
-what wrote to a block before it was given to a read may not have run. `expose` and `read` say what
-a transfer waits for. One that goes through `PageCopies` has that from there; a fabric that reaches
+what wrote to a block before it was given to a read may not have run. `expose` and `read` say what a
+transfer waits for. One that goes through `PageCopies` has that from there. A fabric that reaches
 into the device's memory has to see to it, and must not keep its caller waiting for a peer.
 """
 
@@ -116,8 +116,8 @@ class KvTransfer(Protocol):
         before all has run that is queued on the device now."""
 
     def poll(self) -> Polled:
-        """Go on with all that is under way, here and for peers. Called often: by an engine between
-        its steps, and while it has none."""
+        """Continue with all that is under way, here and for peers. Called often: by an engine
+        between its steps, and while it has none."""
         ...
 
     def notify(self, peer: str, notice: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Blocks of caches, copied between a device and host memory beside what computes.
+"""Blocks of caches, copied between a device and host memory while others compute.
 
-A copy is queued layer by layer, so that compute may go on from the first layer while the others
+A copy is queued layer by layer, so that compute may continue from the first layer while the others
 are still under way. Torch-free at import.
 """
 

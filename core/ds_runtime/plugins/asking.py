@@ -73,8 +73,8 @@ def check_outside() -> None:
             if me == question.thread or _waits(question.thread):
                 raise Misuse(
                     f"{question.what} of plugin {question.plugin} starts a runtime (LLM, assemble "
-                    "or load_plugins) while one asks it: return what the plugin brings, and start "
-                    "a runtime in a command of its own (ds_cli adds one) or in a script"
+                    "or load_plugins) while it is asked: return what the plugin brings. Start a "
+                    "runtime in a command of its own (ds_cli adds one) or in a script"
                 )
         time.sleep(0.01)
 

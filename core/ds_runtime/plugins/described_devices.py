@@ -1,6 +1,6 @@
 """Devices that are not here, described by plugins as data: what would be decided on them.
 
-A plugin ships `devices.json` beside its `__init__.py`:
+A plugin ships `devices.json` next to its `__init__.py`:
 
     {"platform": "acme.platform:AcmePlatform",
      "installed": ["acme_lib"],
@@ -149,7 +149,7 @@ def _properties(platform: str | Mapping[str, Any]) -> dict[str, Any]:
         return {key: getattr(made, key) for key in _PROPERTIES}
     unknown = sorted(platform.keys() - _PROPERTIES)
     if "name" not in platform or unknown:
-        raise ValueError(f"platform: it wants a name; unknown: {unknown}")
+        raise ValueError(f"platform: a name is needed; unknown: {unknown}")
     return dict(platform)
 
 

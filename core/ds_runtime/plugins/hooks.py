@@ -44,7 +44,7 @@ def plugin(
     arguments that returns a `Refusal`, or None where the plugin can serve; asked before the
     platform is made, and by `ds-runtime plugins` (`PROBE`). `offers`: of a sequence of `Kernel`,
     `Layout` and `QuantLoader`, or of a function of the facts that gives one. `defaults`: the
-    function behind `ds_defaults`. `diagnose`: of a function without arguments that returns (name,
+    function after `ds_defaults`. `diagnose`: of a function without arguments that returns (name,
     text) pairs for `ds-runtime doctor`; not called where the probe refuses. `flags`, `backends`,
     `environment`: `FLAGS`, `BACKENDS` and `ENVIRONMENT`. `more`: further hooks by their names, such
     as `ds_cli`. Raises TypeError for a name that is no hook.
@@ -85,5 +85,5 @@ def of(module: ModuleType) -> Any:
         return module
     for name in hookspecs.HOOKS:
         if hasattr(module, name):
-            raise TypeError(f"{name} stands beside `{NAME}`: give it to plugin({name}=…)")
+            raise TypeError(f"{name} is defined next to `{NAME}`: give it to plugin({name}=…)")
     return found

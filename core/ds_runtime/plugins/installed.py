@@ -64,7 +64,7 @@ def _in(path: Iterable[str]) -> list[InstalledPlugin]:
 
 
 def _refused(entry: InstalledPlugin) -> InstalledPlugin:
-    said = f"{entry.distribution} lies in the working directory, from which nothing is loaded"
+    said = f"{entry.distribution} is in the working directory, from which nothing is loaded"
     refusal = Refusal("not allowed", f"{said}: pip install it")
     return InstalledPlugin(entry.point, entry.dist, entry.distribution, entry.version, refusal)
 

@@ -1,7 +1,7 @@
 """Plugins are tried in a process of their own first: one that crashes or hangs is a sentence.
 
 A driver library that is out of step with its kernel module takes the process along that loads it.
-So a fork of this one imports each plugin and asks it for its platform, device and memory; the
+So a fork of this one imports each plugin and asks it for its platform, device and memory. The
 plugin that it does not come back from is broken, with the stack that it left. Torch-free.
 """
 

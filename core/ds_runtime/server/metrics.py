@@ -205,8 +205,8 @@ class _Engines(Collector):
         )
         chosen = CounterMetricFamily(
             "ds_runtime_expert_tokens",
-            "with --expert-metrics tokens that chose a routed expert, of the sequences of rank 0; "
-            "the last layer has those alone whose logits are wanted; refused drafts count, too",
+            "with --expert-metrics: tokens of rank 0's sequences that chose a routed expert; "
+            "the last layer counts only tokens that need logits; refused drafts count, too",
             labels=["model_name", "engine", "layer", "expert"],
         )
         for n, _, stats in every:

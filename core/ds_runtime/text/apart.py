@@ -90,7 +90,7 @@ class Text:
         return self._template
 
     def close(self) -> None:
-        """End the process, whatever it does. May be called twice; who asks again starts it anew."""
+        """End the process, whatever it does. May be called twice. Asking restarts it."""
         self._copies.close()
 
     def _encode(self, text: str, add_special: bool, mark: str) -> list[int]:

@@ -14,8 +14,8 @@ from ds_runtime.text.tokenizer import Tokenizer
 class TextDecoder:
     """Incremental `Tokenizer.decode`: the pieces joined equal decoding everything at once.
 
-    A token is a run of bytes, so the only state is the unfinished character (at most 3 bytes):
-    constant work per token, and a piece never holds half a character.
+    A token is a run of bytes, so the only state is the unfinished character (at most 3 bytes). The
+    work per token is constant, and a piece never holds half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Text of clients that spells a token which only templates may write: it stays text.
 
 A mark before each such spelling goes through the template with it. `Tokenizer.encode` leaves marks
-out, and takes what stands behind them for text. Where nothing is spelled, nothing changes.
+out, and takes what is after them for text. Where nothing is spelled, nothing changes.
 """
 
 from __future__ import annotations

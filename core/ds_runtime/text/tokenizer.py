@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to ids, ids to text, and the bytes behind every id."""
+"""A checkpoint's tokenizer: text to ids, ids to text, and the bytes of every id."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Tokenizer:
     """A byte-level BPE tokenizer as Hugging Face lays it out.
 
     `bos_id` and `eos_ids` are what the checkpoint's files say (generation_config.json, config.json
-    and tokenizer_config.json together); `special_tokens` maps names such as "bos_token" to their
-    text, for templates; `special_ids` are the ids that `skip_special` leaves out. `split` stands in
+    and tokenizer_config.json together). `special_tokens` maps names such as "bos_token" to their
+    text, for templates. `special_ids` are the ids that `skip_special` leaves out. `split` stands in
     for the method of that name.
     """
 
@@ -79,7 +79,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = False, mark: str = "") -> list[int]:
         """Ids of `text`. `add_special` puts BOS first where the checkpoint asks for it. mark: a
-        character that is left out, and behind which no token begins that only templates write.
+        character that is left out, and after which no token begins that only templates write.
 
         Text that begins with BOS already does not get a second one. RequestError when the text
         holds unpaired surrogates.
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> tuple[str, ...]:
-        """The texts that become tokens which only templates write, wherever they stand. Characters
+        """The texts that become tokens which only templates write, wherever they are. Characters
         that older tokenizers have as ordinary added tokens, such as õ, are not among them."""
         return tuple(t.content for t in self._control.values())
 

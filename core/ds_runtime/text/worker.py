@@ -71,7 +71,7 @@ class Reply(msgspec.Struct):
 
 
 def seconds_for(asked: LoadRequest, size: int) -> float:
-    """Seconds of processor time that a request of so many bytes may take."""
+    """Seconds of processor time that a request of this many bytes may take."""
     return asked.seconds + SECONDS_PER_MB * size / 1e6
 
 

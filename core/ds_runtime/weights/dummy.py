@@ -1,10 +1,10 @@
 """Random weights in place of a checkpoint's, made on the device from config.json alone.
 
-Every tensor that the model would read is there, in the format that quantization_config says: codes,
-scales and zero points are random, and a decoded Linear has the standard deviation that keeps
-values of order one through any number of layers. Routers choose their experts evenly, and the
-head's logits have an entropy of about `_ENTROPY` nats. The same config gives the same tensors, on
-every device and every rank.
+Every tensor that the model would read is there, in the format that quantization_config says. Codes,
+scales and zero points are random. A decoded Linear has the standard deviation that keeps values of
+order one through any number of layers. Routers choose their experts evenly, and the head's logits
+have an entropy of about `_ENTROPY` nats. The same config gives the same tensors, on every device
+and every rank.
 """
 
 from __future__ import annotations

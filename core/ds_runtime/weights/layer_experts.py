@@ -30,7 +30,7 @@ class Reads(Protocol):
 class LayerExperts:
     """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing.
 
-    Where the device computes beside the host, the next ones are read while one is packed.
+    Where the device computes in parallel with the host, the next ones are read while one is packed.
     """
 
     def __init__(self, loader: Reads, moe: MoeNode, target: str) -> None:
@@ -43,7 +43,7 @@ class LayerExperts:
         self._coming: dict[int, Future[tuple[Weight, Weight, Weight]]] = {}
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
-        """(gate, up, down) of one expert, this rank's width. Behind the routed experts come equal
+        """(gate, up, down) of one expert, this rank's width. After the routed experts come equal
         pieces of the shared ones."""
         readers = self._loader.readers
         if readers is None:

@@ -74,7 +74,7 @@ def load_model(
 def load_draft(
     assembly: Assembly, model: LanguageModel, bound: BoundOps, device: Any, progress: bool = False
 ) -> DraftModel | None:
-    """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
+    """The draft layer after `model`, if the assembly has one. CheckpointError as in load_model."""
     if assembly.nextn is None:
         return None
     with (
@@ -161,16 +161,17 @@ def check_memory(assembly: Assembly, comm: Communicator, device: Any, local_rank
             raise ConfigError(
                 f"{_sequences(assembly.config)} of {positions_of(assembly)} tokens need "
                 f"{amount(tables * count)}, and {amount(have - needed * count)} are free on "
-                f"{place} beside the weights: give less, or lower --context-length"
+                f"{place} after the weights: give less, or lower --context-length"
             )
 
 
 def _sequences(config: EngineConfig) -> str:
     if config.batch_invariant:
-        tokens = f"--max-step-tokens {config.max_step_tokens} with --batch-invariant"
-        return f"{tokens}: page tables for so many tokens, each a sequence of its own,"
-    many = f"--max-running-requests {config.max_running_requests}"
-    return f"{many}: page tables for so many requests"
+        tokens = config.max_step_tokens
+        flags = f"--max-step-tokens {tokens} with --batch-invariant"
+        return f"{flags}: page tables for {tokens} sequences"
+    many = config.max_running_requests
+    return f"--max-running-requests {many}: page tables for {many} requests"
 
 
 def _remedy(assembly: Assembly, needed: int) -> str:

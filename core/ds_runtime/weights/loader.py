@@ -267,7 +267,7 @@ class Loader:
 
     def whole(self, linears: Iterable[Stored]) -> AbstractContextManager[None]:
         """Within, this thread reads all of these Linears: in few reads, where this rank needs all
-        and the device computes beside the host."""
+        and the device computes in parallel with the host."""
         places = [self.places[stored.name] for stored in linears]
         stacked = any(place.index is not None for place in places)
         if self.comm.size > 1 or stacked or shares_memory(self.device):
@@ -352,7 +352,7 @@ class Loader:
         return self._packed(Absorb(kernel, weight, facts, delta))
 
     def shared_slots(self, moe: MoeNode) -> int:
-        """How many slots behind the routed experts of a layer hold its shared experts."""
+        """How many slots after the routed experts of a layer hold its shared experts."""
         if not self.bound.has("experts", moe.layer, EXPERTS):
             return 0
         return self.bound.facts("experts", moe.layer, EXPERTS).shape[0] - len(moe.experts)
@@ -378,7 +378,7 @@ class Loader:
         return torch.tensor(local, dtype=torch.int32, device=self.device)
 
     def experts(self, moe: MoeNode) -> ExpertsLayer | AdaptedExperts:
-        """The routed experts of a layer, and the shared ones where they are slots behind them."""
+        """The routed experts of a layer, and the shared ones where they are slots after them."""
         at = (moe.layer, EXPERTS)
         if self.config.hybrid is not None:
             limited, facts = self.ops(*at).experts_limited, self.bound.facts("experts_limited", *at)

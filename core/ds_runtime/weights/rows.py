@@ -28,7 +28,7 @@ def with_order(part: WeightPart, rows: Tensor) -> WeightPart:
         if not torch.equal((rows + first) // height, (places + first) // height):
             raise UnsupportedError(
                 f"config.json: rope_interleave false with {part.format} weights is not supported "
-                f"where rotated rows lie in two blocks of {height} rows, as those of {part.name}; "
+                f"if rotated rows are in two blocks of {height} rows, as those of {part.name}; "
                 "convert the checkpoint to bfloat16"
             )
     return replace(part, tensors=tensors)
@@ -40,7 +40,7 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_rows(part: WeightPart, rows: int) -> WeightPart:
-    """The part with rows of zeros below, so that it has so many."""
+    """The part with rows of zeros below, so that it has this many."""
     if part.shape[0] == rows:
         return part
     tensors = {**part.tensors, "weight": _below(part.tensors["weight"], rows, 0)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace, _SubParsersAction
+from argparse import Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser(
         "convert",
         help="write a checkpoint again in another weight format",
-        description="Round a checkpoint's weights to another format, one at a time, from any that "
-        "is read: " + "; ".join(f"{t.name}: {t.summary}" for t in TARGETS.values()) + ". The same "
-        "command goes on where it was interrupted.",
+        formatter_class=RawDescriptionHelpFormatter,
+        description="Round a checkpoint's weights to another format, one weight at a time. Every\n"
+        "format that can be served can be converted. The same command continues where it\n"
+        "was interrupted.",
+        epilog="formats:\n" + "\n".join(f"  {t.name:7} {t.summary}" for t in TARGETS.values()),
     )
     parser.add_argument("--model", required=True, help="checkpoint folder, hub id, or 'demo'")
     parser.add_argument("--to", required=True, choices=tuple(TARGETS), help="the format")

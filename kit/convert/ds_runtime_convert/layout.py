@@ -86,7 +86,7 @@ class ShardPlan:
         return found
 
     def ends(self) -> Iterator[int]:
-        """The file's length behind each item."""
+        """The file's length after each item."""
         at = len(self.header)
         for item in self.items:
             at += item.nbytes
@@ -94,7 +94,7 @@ class ShardPlan:
 
 
 def shards(items: Sequence[Item], shard_bytes: int, about: dict[str, str]) -> list[ShardPlan]:
-    """The items in files of at most so many bytes, unless one alone is larger. about: what the
+    """The items in files of at most this many bytes, unless one alone is larger. about: what the
     headers say of the conversion, which resuming compares."""
     groups: list[list[Item]] = [[]]
     size = 0

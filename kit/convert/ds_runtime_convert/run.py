@@ -1,8 +1,8 @@
 """Plan a conversion, check that it can be done, write its shards, and open the result.
 
-Everything about the output is known before a weight is read, so a run that was killed goes on where
-it stopped: the shards' headers say which conversion they belong to. config.json comes last, so that
-nothing opens a folder that is not whole.
+Everything about the output is known before a weight is read, so a run that was killed continues
+where it stopped. The shards' headers say which conversion they belong to. config.json comes last,
+so that nothing opens a folder that is not whole.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def convert(
     """Write the checkpoint folder `model` to the folder `out` in format `to` (see TARGETS).
 
     Round to nearest, one Linear in memory at a time; each is read back and compared when it is
-    written. Call again to go on after an interruption. Raises ConfigError for folders that cannot
-    be used or hold another conversion and for too little space, UnsupportedError for unknown
+    written. Call again to continue after an interruption. Raises ConfigError for folders that
+    cannot be used or hold another conversion and for too little space, UnsupportedError for unknown
     formats, CheckpointError for damaged checkpoints.
     """
     target = find_target(to)
@@ -78,8 +78,8 @@ def convert(
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(f"--out {out}: cannot be written: {e}") from e
         raise ConfigError(
-            f"--out {out}: {e.strerror}; make space and run the same command again: it goes on "
-            "from here"
+            f"--out {out}: {e.strerror}; make space and run the same command again: it "
+            "continues from here"
         ) from e
     finally:
         source.checkpoint.close()
@@ -207,7 +207,7 @@ class _Job:
 
 
 def copy_beside(source: Path, out: Path) -> None:
-    """Copy what lies beside the weights of a checkpoint, and of its base: tokenizer, templates."""
+    """Copy what lies next to the weights of a checkpoint, and of its base: tokenizer, templates."""
     own = (_CONFIG, INDEX, QUANT_FILE, LINK)
     base = base_of(source)
     for folder in (base, source) if base is not None else (source,):

@@ -97,8 +97,8 @@ class Writer:
         if not error <= most:
             raise CheckpointError(
                 f"{item.module}: reads back as {back.format} with an error of {error:.3g} of the "
-                f"largest value beside it, expected at most {most:.3g}: the checkpoint holds "
-                "values that are no numbers, or the disk is faulty"
+                f"largest value nearby, expected at most {most:.3g}. The checkpoint holds values "
+                "that are no numbers, or the disk is faulty"
             )
         self.errors.add(back.format, values, back.dequantise())
 

@@ -193,7 +193,7 @@ def receipt(
 
 
 def versions(report: PluginReport | None = None) -> Mapping[str, str]:
-    """What a result depends on beside the kernel's own code."""
+    """What a result depends on besides the kernel's own code."""
     found = {
         "python": host.python_version(),
         "ds-runtime": __version__,

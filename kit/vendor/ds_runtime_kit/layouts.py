@@ -57,7 +57,7 @@ class Laid:
 def _blocks(laid: Laid) -> str:
     for blocks in (BLOCKS, 2 * BLOCKS):
         if (shape := laid.made(blocks).shape)[:1] != (blocks,):
-            return f"allocate gives {list(shape)} for {blocks} blocks: they lie along the first dim"
+            return f"allocate gives {list(shape)} for {blocks} blocks: the first dim counts blocks"
     return ""
 
 

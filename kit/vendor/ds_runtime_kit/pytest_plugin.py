@@ -8,8 +8,8 @@
         conformance()
 
 A test that takes `conformance` runs once per question and kernel or loader of the plugins that the
-option `ds_runtime_plugins` in pyproject.toml or --ds-plugins names, on the best platform that is
-here; kernels that accept nothing here are skipped with their refusal.
+option `ds_runtime_plugins` in pyproject.toml or --ds-plugins names. The platform is the best that
+is here. Kernels that accept nothing here are skipped with their refusal.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _orders(ends: _Ends) -> str:
                 return f"a read gives {found}"
             if not all(bool((block.float() == 3).all()) for block in come):
                 return (
-                    "what was queued before a read writes to its blocks behind it"
+                    "what was queued before a read writes to its blocks after it"
                     if reader
                     else "blocks are read before they were written: what was queued had not run"
                 )
@@ -265,7 +265,7 @@ def _ends(ends: _Ends) -> str:
             return f"a peer is gone, and after that it says {said}"
         again = ends()
         other = here.transfer.attach(again.transfer.describe())
-        return "" if other != name else f"one that was started anew has the name {name!r} again"
+        return "" if other != name else f"one that was restarted has the name {name!r} again"
 
 
 QUESTIONS: Mapping[str, Callable[[_Ends], str]] = {

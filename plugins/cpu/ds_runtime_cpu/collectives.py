@@ -1,6 +1,6 @@
 """Collectives that a recorded step can run again: each is one op, over when it returns.
 
-Torch's own go on behind the op that began them, and who waits for them is no op.
+Torch's own continue after the op that began them, and who waits for them is no op.
 """
 
 from __future__ import annotations

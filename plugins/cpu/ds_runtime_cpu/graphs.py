@@ -3,7 +3,7 @@
 While a step streams weights, its caches forget Python: between two kernels, a call that takes two
 microseconds in a loop takes twenty. A recording has the arguments of every native call, and torch's
 ops where some lie between. What a step allocates is taken from a pool, where a block is free again
-as soon as the step lets go of it, so that all recordings work in the memory of one.
+as soon as the step lets go of it. So all recordings work in the memory of one.
 """
 
 from __future__ import annotations

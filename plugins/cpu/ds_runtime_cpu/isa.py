@@ -1,7 +1,7 @@
 """The instruction sets that native libraries are built for, and which of them run here. Torch-free.
 
 What runs is decided from the processor's features (`machine.FEATURES`), so that a plan can be made
-without loading a library; a library's own answer, from cpuid, is asked once it is loaded.
+without loading a library. A library's own answer, from cpuid, is asked once it is loaded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The CPU plugin's whole offer on one page. Torch-free.
 
-Ranks are by measurement, of one thread (benchmarks/results/cpu_kernels.md) and beside zentorch on
-two (benchmarks/results/cpu_zentorch.md): on a Xeon, with AMX and without, the native matmuls are
-1.1 to 1.5 times as fast in bfloat16 as oneDNN's packing up to 16 tokens, and as fast at 512. What
-needs the native library refuses without it, and the next rank takes over.
+Ranks are by measurement, of one thread (benchmarks/results/cpu_kernels.md) and against zentorch on
+two (benchmarks/results/cpu_zentorch.md). On a Xeon, with AMX and without, the native matmuls in
+bfloat16 are 1.1 to 1.5 times as fast as oneDNN's packing up to 16 tokens. At 512 they are as fast.
+What needs the native library refuses without it, and the next rank takes over.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _FEW = 64  # rows
 
 
 def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
-    """LoraDelta."""
+    """Serves the contract LoraDelta."""
     named = set(adapters.tolist())
     if named <= {-1}:
         return

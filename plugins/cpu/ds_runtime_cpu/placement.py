@@ -97,15 +97,15 @@ def say_nodes(on: Mapping[int, frozenset[int]]) -> str:
     if len(on) == 1:
         return "1: threads are not bound"
     each = ", ".join(f"node {node} with {len(cpus)} processors" for node, cpus in on.items())
-    return f"{len(on)} ({each}): every thread stays on one, beside the weights that it reads"
+    return f"{len(on)} ({each}): every thread stays on one, with the weights that it reads"
 
 
 def say_large_pages(root: Path = Path("/")) -> str:
-    """Whether packed weights and caches lie on large pages, for people."""
+    """Whether packed weights and caches use large pages, for people."""
     modes = read(root / _LARGE / "enabled")
     mode = modes.partition("[")[2].partition("]")[0]
     if mode in ("always", "madvise"):
-        return f"packed weights and caches lie on large pages (transparent_hugepage: {mode})"
+        return f"packed weights and caches use large pages (transparent_hugepage: {mode})"
     if mode == "never":
         return f"off: decode is slower; echo madvise > /{_LARGE}/enabled"
     return "not offered by this system"

@@ -69,7 +69,7 @@ def _out(function: Any) -> Any:
 
 
 def lowered(op: Recorded) -> list[Call] | None:
-    """The small ops that stand between native calls as such; None for another, or other dtypes."""
+    """The small ops between native calls as such; None for another, or other dtypes."""
     rule = _RULES.get(str(op.op._schema.name))
     return None if rule is None or op.op._overloadname.endswith("out") else rule(op)
 

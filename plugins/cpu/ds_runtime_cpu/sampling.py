@@ -19,7 +19,7 @@ def sample(
     min_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Sample."""
+    """The op `sample`: a token [rows] int64 for each row of logits."""
     rows, vocab = logits.shape
     logits = _checked(logits)
     tokens = torch.empty(rows, dtype=torch.int64)
@@ -38,7 +38,7 @@ def sample(
 
 
 def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
-    """MaskLogits."""
+    """Serves the contract MaskLogits."""
     rows, vocab = logits.shape
     logits = _checked(logits)
     out, words = torch.empty(rows, vocab), -(-vocab // 32)
@@ -59,7 +59,7 @@ def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
 
 
 def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs."""
+    """The op `logprobs`: of given tokens, and of the most likely ones."""
     rows, vocab = logits.shape
     assert top_n <= vocab, (top_n, vocab)
     logits = _checked(logits)

@@ -1,6 +1,6 @@
 """Native norms, activation, embedding and activation quantisation: one C call each.
 
-An op of one token works for a microsecond or two, so what Python spends around it counts:
+An op of one token works for a microsecond or two, so what Python spends around it counts.
 `empty_like` and `new_empty` are a third cheaper than `empty` with a dtype, `stride()[0]` than
 `stride(0)`.
 """

@@ -153,8 +153,8 @@ def index_topk(
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
     """SparseMla for latent_pages in the compute dtype or in float8_e4m3fn, and for
-    latent_fp8_groups: decode over a page table of the chosen slots, every row a sequence and every
-    page one token."""
+    latent_fp8_groups. It is decode over a page table of the chosen slots: every row is a sequence
+    and every page one token."""
     rows, heads, width = q.shape
     n = slots.shape[1]
     out = torch.empty(rows, heads, kv_lora, dtype=q.dtype)

@@ -1,4 +1,4 @@
-"""Native attention over a window and compressed entries, and what stands around it.
+"""Native attention over a window and compressed entries, and what is around it.
 
 What a token sees is gathered, a few tokens at a time, and read as a cache with one page a token.
 """

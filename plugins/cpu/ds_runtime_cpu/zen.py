@@ -2,8 +2,8 @@
 
 Only its binary is loaded: importing the package also registers passes of torch.compile, which take
 seconds and packages of their own. What the binary asks for (seen with 2.13.0.2): weights that
-nobody else reads, because bfloat16 is reordered in place at the first call; weights that stay where
-they are, because it knows them by address; and a result of zeros to add to. No tokens are an error.
+nobody else reads, because bfloat16 is reordered in place at the first call. Weights that stay where
+they are, because it knows them by address. And a result of zeros to add to. No tokens are an error.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def _step_tokens(facts: Facts) -> Change:
     """Grouped matmuls take 128 rows of an expert at a time: long steps fill them."""
     if facts.device.memory < _AMPLE:
         return Change("max_step_tokens", 8192, "a GPU is idle below thousands of tokens")
-    return Change("max_step_tokens", 16384, "experts fill their tiles by so many tokens")
+    return Change("max_step_tokens", 16384, "experts fill their tiles with this number of tokens")
 
 
 def _captured_prompts(facts: Facts) -> list[Change]:
@@ -24,7 +24,7 @@ def _captured_prompts(facts: Facts) -> list[Change]:
     tokens = min(8192, int(1024 * (7168 / facts.dims.get("hidden", 7168)) ** 2) // 128 * 128)
     if facts.device.memory < _AMPLE or facts.ranks.get("tp", 1) > 1 or tokens <= 1024:
         return []
-    why = "the device computes so many tokens in the time of their launches op by op"
+    why = "the device computes this number of tokens in the time of their launches op by op"
     return [Change("max_prefill_graph_size", tokens, why)]
 
 
@@ -35,7 +35,7 @@ def _beside(facts: Facts) -> list[Change]:
     hang on that."""
     if facts.device.arch != "sm90" or not facts.quantized:
         return []
-    why = "shared experts run beside the choice of routed ones, which leaves the memory idle"
+    why = "shared experts run during the choice of routed ones, which leaves the memory idle"
     return [Change("fusion", ("shared_experts=off",), why)]
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA plugin offers on compute capability 10 beside kernels.py. Torch-free.
+"""What the CUDA plugin offers on compute capability 10 in addition to kernels.py. Torch-free.
 
 Nobody could run it: ranks are by what the libraries say. Of two kernels for one format the one that
 keeps the checkpoint's values comes first, the others are there for pins.
@@ -242,7 +242,7 @@ ALL = ATTENTION + MOE + LINEAR
 
 
 def defaults(facts: Facts) -> list[Change]:
-    """FP8 latents where attention is sparse and a library reads them; shared experts apart where
+    """FP8 latents where attention is sparse and a library reads them. Shared experts apart where
     the routed ones, which are quantised then, go to a kernel that takes these in fours."""
     if facts.device.arch not in ARCHITECTURES:
         return []

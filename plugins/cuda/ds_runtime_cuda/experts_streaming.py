@@ -3,8 +3,8 @@
 The kernels are csrc/experts_streaming.cu.
 
 Both matmuls are one launch whose blocks fetch weights all the time. Weights lie as FP8_EXPERTS and
-DENSE_EXPERTS say, so that kernels for more tokens read them, too; there may be a second form in
-fewer bits beside (packed12/format.py of bfloat16, fp8_compressed.py of FP8), which is read instead.
+DENSE_EXPERTS say, so that kernels for more tokens read them, too. There may be a second form in
+fewer bits, too (packed12/format.py of bfloat16, fp8_compressed.py of FP8), which is read instead.
 """
 
 from __future__ import annotations

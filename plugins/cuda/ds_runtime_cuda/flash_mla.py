@@ -4,10 +4,10 @@ Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side kee
 There flash_mla_plan.py plans, from the step's lengths, which part of the device computes what.
 
 The library lets its dense decode begin before what is in front of it has ended, and does not wait
-for it; and its kernel that sums ends without waiting for the decode where there is nothing to sum.
-Neither is safe beside kernels that let their successors begin early, or begin early themselves, as
-the portable ones do. In front of the dense decode stands a fence; behind it, a plan that always has
-a sum (flash_mla_plan.py); behind the sparse one, whose plan is the library's, another fence.
+for it. And its kernel that sums ends without waiting for the decode where there is nothing to sum.
+Neither is safe with kernels that let their successors begin early, or begin early themselves, as
+the portable ones do. In front of the dense decode is a fence; after it, a plan that always has a
+sum (flash_mla_plan.py); after the sparse one, whose plan is the library's, another fence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _library() -> Any:
 
 @dataclass
 class State:
-    """Queries, and the library's schedule of so many parts. planned: what its first use awaits."""
+    """Queries, and the library's schedule in parts. planned: what its first use awaits."""
 
     queries: Queries
     schedule: Any
@@ -72,7 +72,7 @@ class MlaDecode:
         return State(queries, schedule, theirs.shape[0])
 
     def prepare(self, state: State, batch: Batch) -> None:
-        """The plan takes one program 2 µs, 33 for 128 sequences: in captured steps beside what
+        """The plan takes one program 2 µs, 33 for 128 sequences: in captured steps next to what
         they begin with."""
         state.queries.show(batch)
         state.planned = None
@@ -112,7 +112,7 @@ class MlaDecode:
 def fence(beside: Tensor) -> Tensor | None:
     """A launch that begins when all before it has ended, and lets nothing begin before its end.
 
-    What it writes is to be held while the kernel behind it is launched: that may still begin before
+    What it writes is to be held while the kernel after it is launched: that may still begin before
     the write is seen, and is not to get this memory.
     """
     return beside.new_empty(1).zero_() if beside.is_cuda else None

@@ -2,18 +2,20 @@
 
 A part is as many multiprocessors as hold all heads. It takes pieces of sequences one after the
 other, each some blocks of 64 keys; a sequence in several pieces is summed afterwards. The library
-makes parts equal in blocks. But a piece costs beside its blocks, and a sum costs by pieces, so that
-64 sequences of 600 tokens are faster whole. Here some sizes of parts are tried against these costs.
+makes parts equal in blocks. But a piece costs besides its blocks, and a sum costs by pieces, so
+that 64 sequences of 600 tokens are faster whole. Here some sizes of parts are tried against these
+costs.
 
-At least one sequence is in pieces, if need be in one that is all of it and one of nothing: the
+At least one sequence is in pieces, if need be in one that is all of it and one of nothing. The
 kernel that sums is launched while the other one still writes, and programs of it that have nothing
 to sum end at once. Were these all, what follows could begin before the results are there. (One part
 alone has nothing to cut with; no device is so small.)
 
-The format (`DecodingSchedMeta` of FlashMLA's csrc/params.h, commit 9241ae3): tiles [parts, 8], the
-first and the last sequence of a part, the first block of the one and the end of the other, which
-piece of the first sequence it is, whether the first and the last are in several pieces, nothing. A
-part without work begins behind the last sequence. splits [rows + 1]: pieces of those before.
+The format (`DecodingSchedMeta` of FlashMLA's csrc/params.h, commit 9241ae3): tiles [parts, 8]. They
+are the first and the last sequence of a part, the first block of the one and the end of the other.
+Then come which piece of the first sequence it is, whether the first and the last are in several
+pieces, and nothing. A part without work begins after the last sequence. splits [rows + 1]: pieces
+of those before.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _TRITON = TRITON.has()
 
 
 def quantises(facts: Facts) -> str | None:
-    """Around another library's kernel stand the plugin's own by Triton (jit.py and
+    """Around another library's kernel are the plugin's own by Triton (jit.py and
     flash_mla_plan_device.py); where tensors are the host's, torch does their work."""
     return None if facts.device.type == "cpu" else _TRITON(facts)
 

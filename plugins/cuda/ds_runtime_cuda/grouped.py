@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     """`of` [tokens, top_k] int64: the row of each pair, −1 of those whose expert another rank has.
     `owner` [rows] int32: its expert, or −1.
 
-    `ends` [experts] int32: behind each expert's last row, padding included.
+    `ends` [experts] int32: after each expert's last row, padding included.
     """
 
     of: Tensor

@@ -3,8 +3,8 @@
 Each library is an adapter and a provider of its own, so that pins may name it. What is installed,
 and which functions it exports, are features of the device (software.py); what is missing is refused
 with the package's name. Ranks on compute capability 9.0 are by measurement (cuda_kernels.md and
-sparse_attention.md in benchmarks/results; rows of experts: device_decode.md): what was not faster
-than portable kernels, or was not run, stays behind them. On capability 10, which nobody could run,
+sparse_attention.md in benchmarks/results; rows of experts: device_decode.md). What was not faster
+than portable kernels, or was not run, ranks below them. On capability 10, which nobody could run,
 they are by what the libraries say. On 8.9 and 12, where nothing has run either, portable kernels
 serve: what is made for 9.0 or 10 names these, and refuses there.
 """
@@ -118,7 +118,7 @@ _FEW = 16  # heads up to which the portable kernel is ahead of one that computes
 
 def _most_filled(facts: Facts) -> str | None:
     heads = facts.dims.get("heads", 0)
-    return None if heads > _FEW else f"offered behind portable kernels for {heads} heads"
+    return None if heads > _FEW else f"ranked below portable kernels for {heads} heads"
 
 
 def _few_filled(facts: Facts) -> str | None:

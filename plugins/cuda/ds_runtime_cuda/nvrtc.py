@@ -35,7 +35,7 @@ def _library() -> tuple[Any, Any]:
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call returned behind its code. Raises DriverError, naming the code."""
+    """What a call returned after its code. Raises DriverError, naming the code."""
     code, *values = result
     if int(code) != 0:
         raise DriverError(f"a call of {type(code).__name__} failed with {code.name}")
@@ -135,7 +135,7 @@ class Module:
         self._functions: dict[str, Any] = {}
 
     def function(self, name: str, shared: int = 0) -> Any:
-        """A kernel that may use so many bytes of on-chip memory."""
+        """A kernel that may use this many bytes of on-chip memory."""
         driver, _ = _library()
         if name not in self._functions:
             found = checked(driver.cuModuleGetFunction(self._module, name.encode()))
@@ -191,8 +191,8 @@ def box_map(
     address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int, pitch: int = 0
 ) -> tuple[int, ...]:
     """How the copy engine finds 128 bytes of `box_rows` rows of a matrix [rows, columns], to lay
-    them down in lines of 128 bytes that are swizzled: the words of a CUtensorMap. pitch: from one
-    row to the next, where that is not `columns`."""
+    them down in lines of 128 bytes that are swizzled. Returns the words of a CUtensorMap. pitch:
+    from one row to the next, where that is not `columns`."""
     driver, _ = _library()
     kinds = driver.CUtensorMapDataType
     kind = {

@@ -1,4 +1,4 @@
-"""What kernels want beside torch: optional libraries, and nvcc, which some of them run.
+"""What kernels want besides torch: optional libraries, and nvcc, which some of them run.
 
 What is there becomes a feature of the device: "flashinfer", "deep_gemm.fp8_gemm_nt", "nvcc".
 """

@@ -1,7 +1,7 @@
 """Fused-infer attention: paged MLA decode, prefill, and attention over chosen slots.
 
 Source of the calls: torch-npu's op schemas and _op_plugin_docs.py. In decode a head's query is its
-absorbed latent part with the rotated part beside it, and keys are the latents themselves.
+absorbed latent part with the rotated part next to it, and keys are the latents themselves.
 """
 
 from __future__ import annotations

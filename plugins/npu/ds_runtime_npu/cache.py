@@ -1,11 +1,11 @@
 """The layout latent_split, its cache ops, and what they share with attention.
 
 The vendor's attention reads latents and rotated keys from tensors of their own and takes no gaps
-between pages, so that one layer is two dense arrays in one storage: the tensor that is handed
-around, [pages, page_size, kv_lora], is the first, and behind it lie a spare page and the keys
-[pages, page_size, rope], with a spare page, too. What is padding is written to the spare pages.
-Keys lie as halves (all first values of their pairs, then all second ones), as npu_mla_prolog_v3
-writes them: queries are halved where they meet them.
+between pages. So one layer is two dense arrays in one storage. The first is the tensor that is
+handed around, [pages, page_size, kv_lora]. After it come a spare page and the keys [pages,
+page_size, rope], with a spare page, too. What is padding is written to the spare pages. Keys lie as
+halves (all first values of their pairs, then all second ones), as npu_mla_prolog_v3 writes them:
+queries are halved where they meet them.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ ATTENTION: tuple[Kernel, ...] = (
         checks.same_kv,
         checks.page_sizes(16, 128),
         formats=_DENSE,
-        note="keeps its weights beside those of prefill; --fusion mla_inputs=off frees them",
+        note="keeps its own weights and those of prefill; --fusion mla_inputs=off frees them",
     ),
     npu.offer(
         "mla_decode",

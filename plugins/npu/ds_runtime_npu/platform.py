@@ -70,7 +70,7 @@ def _cann_of(version: str) -> tuple[int, ...]:
 
 
 def shown(count: int, environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Which of so many dies the runtime shows, in its order."""
+    """Which of this many dies the runtime shows, in its order."""
     return visible(environ[VISIBLE], count) if VISIBLE in environ else list(range(count))
 
 

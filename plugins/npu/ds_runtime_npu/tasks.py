@@ -3,7 +3,8 @@
 Source: torch-npu's torch_npu/npu/graphs.py and streams.py (ExternalEvent). What is captured between
 graph_task_group_begin and _end is a task group; the same op, called between graph_task_update_begin
 and _end, gives it other arguments. In front of the group the graph waits for an event from outside,
-which is recorded once the group is up to date: updates run beside the graph, an op ahead of it.
+which is recorded once the group is up to date. Updates run in parallel with the graph, an op ahead
+of it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class TaskGraphs:
     def scratch(self, name: str, like: Tensor) -> Tensor:
         """A dense tensor of the shape and dtype of `like`, for good: tasks keep their addresses.
 
-        All ops of all graphs share what has one name, dtype and shape behind the first dimension:
+        All ops of all graphs share what has one name, dtype and shape after the first dimension:
         an op of a graph may use it until the next one does.
         """
         key = name, like.dtype, like.shape[1:]

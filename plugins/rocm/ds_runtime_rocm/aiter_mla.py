@@ -1,8 +1,8 @@
 """AITER: absorbed MLA decode and prefill, attention over chosen slots, and plain prefill.
 
 Source of the calls: github.com/ROCm/aiter, aiter/mla.py and aiter/ops/mha.py. All read the cache
-through lists of slots (pages of one token), so that any page size serves: decode has a list per
-query, so that chosen slots are just another list; prefill has one per sequence, whose last queries
+through lists of slots (pages of one token), so that any page size serves. Decode has a list per
+query, so that chosen slots are just another list. Prefill has one per sequence, whose last queries
 it masks, which is what verifying drafts needs.
 """
 

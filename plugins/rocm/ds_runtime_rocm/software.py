@@ -1,4 +1,4 @@
-"""What kernels want beside torch: AITER and TileLang.
+"""What kernels want besides torch: AITER and TileLang.
 
 AITER is built from source and its functions come and go: those that are there become features of
 the device, such as "aiter.mla.mla_decode_fwd". It is on no index: PyPI's `aiter` is something else.

@@ -73,7 +73,7 @@ def _here(x: Tensor) -> tuple[str, int]:
 
 
 def tiling(name: str, heads: int) -> tuple[int, Attention]:
-    """(heads that a program takes, tiles) of an architecture for so many heads."""
+    """(heads that a program takes, tiles) of an architecture for this many heads."""
     known = ATTENTION[name]
     taken = max(n for n in known if n == min(known) or heads % n == 0)
     return taken, known[taken]

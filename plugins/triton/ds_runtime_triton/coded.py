@@ -1,4 +1,4 @@
-"""Weights as the kernels of jit/coded.py read them: codes packed in words, scales beside them.
+"""Weights as the kernels of jit/coded.py read them: codes packed in words, scales next to them.
 
 A word holds one code of each plane, and a plane is WIDTH neighbouring columns, so that unpacking
 moves nothing. Scales that are bytes at rest stay bytes: relative to one number per row.

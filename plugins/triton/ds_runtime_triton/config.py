@@ -53,7 +53,7 @@ def _file(arch: str, op: str) -> dict[str, Any]:
                 raise ValueError(f"{shape}: no configuration")
             for bound, config in sizes.items():
                 if not bound.isdigit() or not all(type(v) is int for v in config.values()):
-                    raise ValueError(f"{shape}, {bound}: whole numbers are wanted")
+                    raise ValueError(f"{shape}, {bound}: whole numbers are needed")
     except (ValueError, KeyError, AttributeError, TypeError) as e:
         said = f"no {e}" if isinstance(e, KeyError) else e
         raise PluginError(f"{path}: is no file of configurations: {said}; see {_FORM}") from e

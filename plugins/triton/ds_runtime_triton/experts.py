@@ -40,7 +40,7 @@ def some_absent(facts: Facts) -> bool:
 
 
 def pairs_of(facts: Facts, tokens: int) -> int:
-    """Of a call: every token takes the slots behind the routed experts, too."""
+    """Of a call: every token takes the slots after the routed experts, too."""
     routed = facts.dims["experts"] // facts.ranks.get("ep", 1)
     return tokens * (facts.dims["top_k"] + facts.shape[0] - routed)
 

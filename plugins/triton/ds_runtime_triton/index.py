@@ -129,8 +129,8 @@ def _chunk(rows: int, width: int, programs: int) -> int:
 def index_topk(
     scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
 ) -> Tensor:
-    """IndexTopk: a launch for rows of few tokens, and where the table has room for more, two that
-    count, one that collects, and one that chooses among what the counts leave open."""
+    """IndexTopk, in one launch for rows of few tokens. If the table has room for more, there are
+    two that count, one that collects, and one that chooses among what the counts leave open."""
     rows, width = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows == 0:

@@ -16,7 +16,7 @@ _DOWN, _UP = 256, 128  # columns that a program takes at a time
 
 
 def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
-    """LoraDelta."""
+    """Serves the contract LoraDelta."""
     rows, heads, out = y.shape
     rank, width = a.shape[2:]
     groups = max(x.shape[1], a.shape[0])

@@ -16,7 +16,7 @@ from ds_runtime_triton.machine import architecture
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Compiles.variant`, of a sequence of so many new tokens."""
+    """`Compiles.variant`, of a sequence of this many new tokens."""
     dims = facts.dims
     return _sizes(facts.dtype, dims["qk_nope"] + dims["qk_rope"], dims["v"]).number(rows)
 

@@ -43,7 +43,7 @@ def variant(facts: Facts, rows: int) -> Hashable:
 
 
 def fills(cores: int, programs: int, waves: int) -> bool:
-    """Whether so many programs leave no room for another split of each row: few tokens split
+    """Whether this many programs leave no room for another split of each row: few tokens split
     none, either, and are not asked."""
     return cores * waves // max(1, programs) <= 1
 
@@ -55,7 +55,7 @@ def _sizes(facts: Facts) -> Sizes:
 
 
 class MlaDecode:
-    """Every row's tokens are split so that all programs together fill the device once; where rows
+    """Every row's tokens are split so that all programs together fill the device once. Where rows
     must have bits of their own, into pieces of one size, for rows whose pieces there is room for.
     """
 

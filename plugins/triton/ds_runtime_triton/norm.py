@@ -25,7 +25,7 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AddRmsNormQuantize: as AddRmsNorm."""
+    """Serves AddRmsNormQuantize, as its neighbour serves AddRmsNorm."""
     summed = _sum_of(x, residual)
     return (*_quantised(x, residual, summed, weight, eps, group, ue8m0), summed)
 

@@ -19,7 +19,7 @@ _SORT = ((512, 32, 8), (65, 8, 4), (0, 1, 4))
 
 class Tiles(NamedTuple):
     """Up to BLOCK_M pairs of one expert each: order [tiles · BLOCK_M] of pairs, owner [tiles], used
-    [1], how many there are, all int32; and `most`, how many there may be."""
+    [1], how many there are, all int32. And `most`, how many there may be."""
 
     order: Tensor
     owner: Tensor
@@ -33,7 +33,7 @@ def sort_chunk(pairs: int) -> int:
 
 
 def sort_rows(tokens: int) -> tuple[int, int]:
-    """(rows that a program beside the sort quantises, its warps)."""
+    """(rows that a program next to the sort quantises, its warps)."""
     return next((rows, warps) for least, rows, warps in _SORT if tokens >= least)
 
 

@@ -52,7 +52,7 @@ def codes(rows: int, n: int, group: int, device: torch.device) -> tuple[Tensor, 
 
 
 def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """QuantizeGroup."""
+    """Serves the contract QuantizeGroup."""
     scale = torch.empty(x.shape[0], x.shape[1] // group, dtype=torch.float32, device=x.device)
     return _quantise(x, scale, group, ue8m0, False), scale
 
@@ -71,7 +71,7 @@ def quantise_by_group(
 
 def quantise_for_int4(x: Tensor, group: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scale, less) for products with int4 codes read as e4m3 numbers, see quantise_kernel;
-    scale and less [groups, tokens], zeros for groups behind the last column."""
+    scale and less [groups, tokens], zeros for groups after the last column."""
     make = torch.empty if groups == cdiv(x.shape[1], group) else torch.zeros
     scale, less = make(2, groups, x.shape[0], dtype=torch.float32, device=x.device)
     return _quantise(x, scale, group, False, True, less), scale, less

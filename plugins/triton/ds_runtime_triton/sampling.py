@@ -26,7 +26,7 @@ def _row_block(vocab: int) -> tuple[int, int]:
 
 
 def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
-    """MaskLogits."""
+    """Serves the contract MaskLogits."""
     rows, vocab = logits.shape
     if not masks.shape[0]:
         return logits.clone(memory_format=torch.contiguous_format)
@@ -48,7 +48,7 @@ def sample(
     min_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Sample."""
+    """The op `sample`: a token [rows] int64 for each row of logits."""
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:

@@ -21,7 +21,7 @@ from ds_runtime_triton.launch import cdiv
 
 @dataclass
 class Stack:
-    """One matrix of every expert: values [experts, …, rows, cols]; in FP8 or int8 with scales
+    """One matrix of every expert: values [experts, …, rows, cols]. In FP8 or int8 with scales
     [experts, …, ⌈rows / group_n⌉, ⌈cols / group_k⌉ or 1], where group_k is not 0."""
 
     values: Tensor

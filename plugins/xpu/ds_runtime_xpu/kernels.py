@@ -1,6 +1,6 @@
 """The xpu plugin's whole offer on one page. Torch-free.
 
-Each package is an adapter and a provider of its own, so that pins may name it; what is installed,
+Each package is an adapter and a provider of its own, so that pins may name it. What is installed,
 and which functions it has, are features of the device (software.py). Nobody could run any of it
 here: ranks follow what the packages say of themselves. Portable Triton serves the rest.
 """

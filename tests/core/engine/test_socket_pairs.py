@@ -109,7 +109,7 @@ def test_one_that_greets_anew_ends_what_was_open_and_what_it_had_said(liar):  # 
     liar.mail.drop(liar.here.name)
     liar.greet()
     found = polled(liar.here, until=lambda found: found.lost)
-    assert found == ([], [(ticket, f"peer {liar.name!r} has begun anew")], [liar.name])
+    assert found == ([], [(ticket, f"peer {liar.name!r} was started again")], [liar.name])
     liar.hears(Greeting)
     assert not liar.here._open[liar.name].is_open and liar.here.notices() == []
     liar.say(Notice(b"of now"))

@@ -107,7 +107,7 @@ class Device:
     ("waits", "said"),
     [
         ("expose read", ""),
-        ("expose", "what was queued before a read writes to its blocks behind it"),
+        ("expose", "what was queued before a read writes to its blocks after it"),
         ("", "blocks are read before they were written"),
     ],
 )

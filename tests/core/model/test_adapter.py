@@ -164,8 +164,14 @@ def _experts_twice():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.pop(A), f"{Q_A}.lora_A.weight is missing beside {Q_A}.lora_B"),
-        (lambda t: t.pop(B), f"{Q_A}.lora_B.weight is missing beside"),
+        (
+            lambda t: t.pop(A),
+            f"{Q_A}.lora_A.weight is missing; {Q_A}.lora_B.weight is there: save the",
+        ),
+        (
+            lambda t: t.pop(B),
+            f"{Q_A}.lora_B.weight is missing; {Q_A}.lora_A.weight is there: save the",
+        ),
         (lambda t: t.update({A: t[A][:3].clone()}), "shape .3, 64. found, .4, 64. expected: r "),
         (lambda t: t.update({A: t[A][:, :9].clone()}), "expected: the adapter is for another base"),
         (lambda t: t.update({B: t[B][:9].clone()}), "shape .9, 4. found, .48, 4. expected"),

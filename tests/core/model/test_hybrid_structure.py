@@ -202,5 +202,5 @@ def test_index_keys_in_fp4_are_the_user_s_own(tmp_path):
 
 
 def test_pages_hold_whole_entries(bare):
-    with pytest.raises(ConfigError, match=r"--page-size 64: an entry stands for several tokens"):
+    with pytest.raises(ConfigError, match=r"--page-size 64: an entry covers several tokens"):
         assemble(EngineConfig(model=bare, load_format="dummy", page_size=64), ["page_size"])

@@ -216,7 +216,8 @@ def test_tables_of_every_token_of_a_step(original, monkeypatch):
     monkeypatch.setattr(
         type(assembly.platform), "memory", lambda self, rank: MemoryInfo(9, needed + tables - 1)
     )
-    said = rf"--max-step-tokens {config.max_step_tokens} with --batch-invariant: page tables for "
+    tokens = config.max_step_tokens
+    said = f"--max-step-tokens {tokens} with --batch-invariant: page tables for {tokens} sequences"
     with pytest.raises(ConfigError, match=rf"{said}.*give less, or lower --context-length"):
         check_memory(assembly, SoloCommunicator(), "cpu", 0)
 

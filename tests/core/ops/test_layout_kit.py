@@ -100,7 +100,7 @@ def own(allocate=good, **said) -> Layout:
 @pytest.mark.parametrize(
     ("layout", "check", "said"),
     [
-        (own(entries_first), "blocks", "they lie along the first dim"),
+        (own(entries_first), "blocks", "the first dim counts blocks"),
         (own(one_more), "bytes", "bytes, it says"),
         (own(copy=f"{__name__}:copies_one"), "copies", "leaves [0] wrong"),
         (own(copy=f"{__name__}:copies_half"), "copies", "changes 192 bytes, a block has 384"),

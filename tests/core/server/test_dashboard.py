@@ -8,12 +8,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import chromium
 import fake_engine
 import msgspec
 import pytest
 from server_harness import serving
 
+import chromium
 import ds_runtime.server
 from ds_runtime.engine.messages import Stats
 from ds_runtime.server.metrics import EngineView, Metrics
@@ -52,6 +52,25 @@ def run_node(script, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@node
+def test_times_are_two_digits_without_an_exponent():
+    """Over all decades: what Python rounds to two digits."""
+    times = [digits * 10.0**power for power in range(-6, 6) for digits in (1.0, 1.26, 4.99, 9.96)]
+    said = run_node(
+        """
+        const { seconds } = await import(`${pages}/metrics.js`);
+        console.log(JSON.stringify([null, ...JSON.parse(process.argv[1])].map(seconds)));
+        """,
+        json.dumps(times),
+    )
+    assert said[0] == "–"
+    for value, text in zip(times, said[1:], strict=True):
+        number, unit = text.split()
+        factor = {"ms": 1e-3, "s": 1.0}[unit]
+        assert unit == ("ms" if value < 1 else "s") and "e" not in number
+        assert float(number.replace(",", "")) * factor == pytest.approx(value, rel=0.05)
 
 
 @node
@@ -103,7 +122,7 @@ def test_the_page_tells_of_snapshots_where_there_may_be_some(total, said):
         """,
         metrics.text().decode(),
     )
-    assert dict(found)["Snapshots, kept / gone on from / lost"] == said
+    assert dict(found)["Snapshots, kept / used / evicted"] == said
 
 
 @node

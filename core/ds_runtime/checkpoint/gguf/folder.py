@@ -30,7 +30,7 @@ _GENERATION = "generation_config.json"
 def folder_of(path: Path) -> Path:
     """The folder that stands for a GGUF file, made if it is not there.
 
-    tokenizer.json and its neighbours beside the file count before the file's own vocabulary.
+    tokenizer.json and its neighbours next to the file count before the file's own vocabulary.
     """
     path = path.resolve()
     stat = path.stat()

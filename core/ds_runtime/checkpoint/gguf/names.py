@@ -1,7 +1,7 @@
 """Tensors of a GGUF file under the names that a checkpoint gives them. Torch-free.
 
-Stacks of experts become one tensor each, as their bytes lie one behind the other. kv_b_proj is cut
-in two, `k_b` and `v_b`, except in older files; where a file holds both forms (ik_llama.cpp's, and
+Stacks of experts become one tensor each, as their bytes lie one after the other. kv_b_proj is cut
+in two, `k_b` and `v_b`, except in older files. Where a file holds both forms (ik_llama.cpp's, and
 those of llama.cpp's draft of MLA), the whole is read.
 """
 
@@ -68,9 +68,9 @@ def _leave_out_halves(found: dict[str, GgufTensor], whole: str) -> None:
     wide = below.shape[-1:] == shape[-1:] and keys.shape[1:-1] in ((), shape[-1:])
     if not wide or sum(map(math.prod, parts)) != math.prod(shape):
         raise CheckpointError(
-            f"{found[whole].file}: {whole} has shape {list(shape)}, and its halves beside it "
-            f"{list(keys.shape)} ({K_B}) and {list(below.shape)} ({V_B}), which together do not "
-            "make it; the file was put together of two models: convert or download it again"
+            f"{found[whole].file}: {whole} has shape {list(shape)}, which its halves of "
+            f"shapes {list(keys.shape)} ({K_B}) and {list(below.shape)} ({V_B}) do not make; the "
+            "file mixes two models: convert or download it again"
         )
 
 

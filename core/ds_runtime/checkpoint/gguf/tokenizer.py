@@ -38,7 +38,7 @@ def tokenizer_files(values: Mapping[str, Any], where: str) -> dict[str, dict[str
         raise CheckpointError(
             f"{where}: a tokenizer cannot be built from {_KEY}.model {model!r} with {_KEY}.pre "
             f"{pre!r}, only from 'gpt2' with {', '.join(map(repr, _SPLITS))}; put tokenizer.json "
-            "and tokenizer_config.json of the model beside the file"
+            "and tokenizer_config.json of the model next to the file"
         )
     kinds = values.get(f"{_KEY}.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):

@@ -50,7 +50,7 @@ def mismatches(distribution: str, extra: str) -> list[str]:
             said.append(f"{requirement.name} is not installed")
             continue
         if not requirement.specifier.contains(have, prereleases=True):
-            said.append(f"{requirement.name} is {have}, wanted {requirement.specifier}")
+            said.append(f"{requirement.name} is {have}, expected {requirement.specifier}")
     return said
 
 

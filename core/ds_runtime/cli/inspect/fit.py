@@ -45,7 +45,7 @@ def shortfall(assembly: Assembly) -> str | None:
 
 def check_fit(assembly: Assembly, device: str, with_ranks: Callable[[int], Assembly]) -> None:
     """ConfigError if the model does not fit in the described device, with the smallest number of
-    ranks with which it does. with_ranks: decides anew for another `--tp`."""
+    ranks with which it does. with_ranks: decides again for another `--tp`."""
     said = shortfall(assembly)
     if said is None:
         return

@@ -36,10 +36,10 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser(
         "plan",
         help="show which kernel serves which op, and why",
-        description="Show the binding: a line per op with its kernels; --verbose adds who lost and "
-        "who refused, with the reason. `plan lock FILE` writes it for `serve --plan FILE`; "
-        "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
-        "for a device that is not here, and ends with an error if the model does not fit there.",
+        description="Show which kernel runs each op. --verbose adds the kernels that lost or "
+        "refused, and why. `plan lock FILE` writes the plan for `serve --plan FILE`. "
+        "`plan diff A B` compares two files (exit code 1 if they differ). --device plans for a "
+        "device that is not here. A model that does not fit on it is an error.",
     )
     parser.add_argument(
         "action", nargs="?", type=_action, metavar="{show,lock,diff}", default="show"
@@ -193,7 +193,7 @@ def _explained(assembly: Assembly, op: str, as_json: bool) -> str:
             lines.append(f"    {said}{where}")
         if not row["verdicts"]:
             lines.append("    this model has no site for it")
-    lines += [f"decided anew by rule {r.rule}: {r.why}" for r in assembly.rulings]
+    lines += [f"decided again by rule {r.rule}: {r.why}" for r in assembly.rulings]
     lines.append("nearest misses:" if misses else "no setting brings a better kernel")
     for miss in misses:
         lines.append(f"  {miss}")

@@ -36,7 +36,7 @@ _HELP = """\
 /retry              ask the last message again
 /quit               leave, as Ctrl-D does
 Ctrl-C              stop an answer
-A line that ends in \\ goes on in the next one."""
+A line that ends in \\ continues in the next one."""
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:

@@ -30,7 +30,7 @@ def configs(args: Namespace) -> tuple[EngineConfig, ServerConfig, frozenset[str]
     """What the arguments say, and the names of the engine's fields among them."""
     if args.folder is not None:
         if "model" in args:
-            said = f"{args.folder}: --model {args.model} is given beside it: name one"
+            said = f"{args.folder}: --model {args.model} names another model: give one of them"
             if "served_model_name" in args:
                 said += f"; --served-model-name takes one name, here {args.served_model_name}"
             raise ConfigError(said)

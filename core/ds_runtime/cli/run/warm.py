@@ -47,7 +47,7 @@ def warm(
     """Start an engine over random weights and end it; print what was compiled.
 
     Raises UnsupportedError where no kernel that is chosen compiles, and what a start raises.
-    plugins: modules beside those that are installed.
+    plugins: modules besides those that are installed.
     """
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.offline.llm import LLM

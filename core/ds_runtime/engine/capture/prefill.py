@@ -3,7 +3,7 @@
 What a step's sequences are shows in attention alone: there a graph would hold for one division of
 its tokens only. So the forward is captured in pieces between the attentions, which run op by op. A
 step of n tokens takes the next larger graph: its spare rows write to no page, and are all alike, so
-that they reach few experts. Where few rows are wanted, these alone are computed behind the last
+that they reach few experts. Where few rows are wanted, these alone are computed after the last
 attention, op by op.
 """
 
@@ -35,9 +35,9 @@ _SECONDS = 4.0  # of captures at a start that need not make all
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
-    int64, adapters [rows] int32 if there are any, and what attention gives. every: the exchange's
-    room for the adapters of the rows of all ranks.
+    """Where all graphs find a step, each in as many rows as it has. They are ids, positions and
+    slots [rows] int64, adapters [rows] int32 if there are any, and what attention gives. every: the
+    exchange's room for the adapters of the rows of all ranks.
     """
 
     ids: Tensor
@@ -81,7 +81,7 @@ class StepRows:
         return self.exchange.even(self.ids.shape[0], self.every)
 
     def fill(self, batch: Batch) -> None:
-        """With a step, and spare rows behind it."""
+        """With a step, and spare rows after it."""
         n = batch.num_tokens
         self.ids[:n].copy_(batch.input_ids)
         self.positions[:n].copy_(batch.positions)
@@ -231,12 +231,12 @@ class PrefillGraphs:
         except DsRuntimeError as e:
             if required:
                 raise
-            log.warning("steps with prompts go on op by op: %s", e)
+            log.warning("steps with prompts continue op by op: %s", e)
         else:
             insort(self._graphs, graph, key=lambda each: each.size)
 
     def graph_for(self, tokens: int) -> PrefillGraph | None:
-        """For a step of so many tokens, at most, on a rank: none if it has more than any, or none
+        """For a step of this many tokens, at most, on a rank: none if it has more than any, or none
         itself."""
         index = bisect_left(self._graphs, tokens, key=lambda graph: graph.size)
         return self._graphs[index] if tokens and index < len(self._graphs) else None

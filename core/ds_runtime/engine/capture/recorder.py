@@ -25,8 +25,9 @@ Checking = Callable[[], AbstractContextManager[None]]
 
 class Recorder:
     """Records phases on a backend. after: 0, or how often a phase runs op by op before it is
-    recorded; one that cannot be recorded then goes on so, and a warning says why, once for every
-    reason. Without a backend nothing is recorded: a rehearsal, in which every phase runs once.
+    recorded. One that cannot be recorded then continues op by op, and a warning says why, once for
+    every reason. Without a backend nothing is recorded: a rehearsal, in which every phase runs
+    once.
 
     checking: around each phase that is recorded late. Around those of the start, whoever records
     them enters `checked` once.
@@ -82,7 +83,7 @@ class Recorder:
         reason = f"{type(error).__name__}: {error}"
         if reason not in self._reasons:
             self._reasons.add(reason)
-            log.warning("decode steps go on op by op: %s", reason)
+            log.warning("decode steps continue op by op: %s", reason)
 
 
 def given_up(phase: Phase) -> bool:

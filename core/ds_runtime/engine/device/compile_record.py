@@ -1,4 +1,4 @@
-"""Which tasks compilers did beside loading before, so that a start with full caches skips them.
+"""Which tasks compilers did during loading before, so that a start with full caches skips them.
 
 `~/.cache/ds-runtime/compiled` has a file for each set of tasks. Its name is a digest of the tasks,
 of the versions of all that is installed, compilers among it, and of the files of the plugins that

@@ -70,7 +70,7 @@ class Parts:
     def frame(
         self, size: int, queries: int, keys: Container[str] | None = None, adapts: bool = False
     ) -> Frame:
-        """Places for a captured step; keys: of the states that it needs (default: all). Behind a
+        """Places for a captured step; keys: of the states that it needs (default: all). After a
         sequence that fills its context, spare tokens of a verification stand in a page of their
         own.
         """
@@ -119,10 +119,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Where captured steps leave their results, each in as many rows as it has: of the largest
-    verification hidden states [own rows, hidden], logits [rows, vocab] float32 and finite [rows]
-    bool, whether these are numbers; of the draft layer tail [own sequences, hidden] and
-    tail_logits [sequences, vocab]. All are overwritten by the next step.
+    """Where captured steps leave their results, each in as many rows as it has. Of the largest
+    verification: hidden states [own rows, hidden], logits [rows, vocab] float32 and finite [rows]
+    bool, whether these are numbers. Of the draft layer tail [own sequences, hidden] and tail_logits
+    [sequences, vocab]. All are overwritten by the next step.
     """
 
     hidden: Tensor

@@ -1,4 +1,4 @@
-"""Kernels that compile when they first run, compiled beside loading by processes of their own.
+"""Kernels that compile when they first run, compiled during loading by processes of their own.
 
 What they compile lies in caches on disk, where this process finds it. Such a process is
 `python -m ds_runtime.engine.device.precompile`; it reads a `CompileJob` from its standard input.

@@ -1,4 +1,4 @@
-"""Captured steps of decode works: so many sequences of so many tokens on each rank.
+"""Captured steps of decode works: this many sequences of this many tokens on each rank.
 
 The forward is one recording. Without a draft layer draws follow it op by op, or in a recording of
 their own where masks go with them. With one, chains are drawn and judged in a second recording, if

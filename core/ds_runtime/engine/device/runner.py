@@ -290,7 +290,7 @@ class Runner:
         return handle.result()
 
     def close(self, alone: bool = False) -> None:
-        """Leave the group of ranks, behind what others have queued. Captured steps go first: while
+        """Leave the group of ranks, after what others have queued. Captured steps go first: while
         one could replay a collective, its group does not end. alone: the others have been ended.
         """
         if not alone:
@@ -387,6 +387,6 @@ class Runner:
         if any(work.broken is not None for work in result.works):
             raise CheckpointError(
                 f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "
-                f"{self.config.dtype} overflows, or a kernel is at fault; try --dtype float32, or "
+                f"{self.config.dtype} overflows, or a kernel is at fault. Try --dtype float32, or "
                 "--pin OP=reference.OP for the kernels that ds-runtime plan names"
             )

@@ -1,4 +1,4 @@
-"""Why an engine ended: what each rank leaves behind that fails, and how that is told.
+"""Why an engine ended: what each rank leaves that fails, and how that is told.
 
 A rank leaves its reason first of all, before anything that may wait for other ranks. Those do
 not hear of it from the rank: whoever started them ends them, whatever they wait in.

@@ -2,7 +2,7 @@
 
 The offline API runs rank 0 in the user's process. Where another rank dies, a communicator may never
 come back from native code, or hold Python's lock there, so that no thread of that process can act.
-So a process beside it watches: `python -I -S sentry.py`, which imports this file alone.
+So a second process watches: `python -I -S sentry.py`, which imports this file alone.
 
 A rank holds a pipe. The pipe's end says that the rank has died, unless the rank has written
 `LEFT` before. A counter in a shared file says whether rank 0 is in a call of the engine (odd); it

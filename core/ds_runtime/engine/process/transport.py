@@ -34,7 +34,7 @@ def private_folder() -> Iterator[Path]:
 def make_private_folder() -> Path:
     """As `private_folder`, for those that remove it themselves.
 
-    Also removes the folders of owners that were killed together with all their ranks: an owner
+    Also removes the folders of owners that were killed together with all their ranks. An owner
     holds a lock on a file in its folder for as long as it lives.
     """
     _sweep()

@@ -24,8 +24,8 @@ class Sizing:
     prompt in it; sizes: tokens of the steps with prompts that are captured, rising; absorbing:
     which chunks attend as decode does.
 
-    A gap of 0 limits nothing. Where nobody decodes, the first prompt of a step is not limited;
-    others join it for as long as the step takes no longer than one of `max_tokens` without anything
+    A gap of 0 limits nothing. Where nobody decodes, the first prompt of a step is not limited.
+    Others join it for as long as the step takes no longer than one of `max_tokens` without anything
     cached.
     """
 
@@ -58,7 +58,7 @@ class Sizing:
         return self._absorbing is not None and self._absorbing.pays(start, length)
 
     def open(self, plan: StepPlan) -> StepRoom:
-        """The room for prompts beside the decode works of a plan."""
+        """The room for prompts next to the decode works of a plan."""
         load = Load()
         for work in plan.works:
             load.rows += work.length + plan.drafts
@@ -106,8 +106,8 @@ class StepRoom:
         self._sizing, self._seconds = sizing, seconds
 
     def take(self, start: int, most: int, others: bool) -> int:
-        """Tokens of a prompt's next chunk, behind `start` that are cached: `most`, fewer, or none
-        where the step is full. others: more prompts wait behind it.
+        """Tokens of a prompt's next chunk, after `start` that are cached: `most`, fewer, or none
+        where the step is full. others: more prompts wait after it.
         """
         length = most
         if self._seconds is not None:

@@ -1,6 +1,6 @@
 """Who holds which row and which pages, on every rank.
 
-Rows and pages change hands at once, also while a launched step still uses them: devices run steps
+Rows and pages change hands at once, also while a launched step still uses them. Devices run steps
 in the order of their plans, so the new holder always writes after the old one. Where attention is
 divided by sequences, every group of ranks has pages and a prefix cache of its own
 (`kv/rank_pages.py`).
@@ -67,12 +67,12 @@ class Holdings:
         }
 
     def take(self, request: Request, reads_cache: bool) -> bool:
-        """A row, and pages on one group for all that the request has to compute; False if no group
+        """A row, and pages on one group for all that the request has to compute. False if no group
         has enough, or if another request computes the beginning of its prompt just now: it is
         `behind` that one then.
 
         Of the groups that have, the one whose prefix cache knows most of it, or soon will, as long
-        as that runs not many more than others; then the one that runs the fewest, then the
+        as that runs not many more than others. Then the one that runs the fewest, then the
         emptiest.
         """
         fewest = min(pages.num_running for pages in self.groups)

@@ -19,7 +19,7 @@ from ds_runtime.sampling_params import SamplingParams
 class SchedulerLimits:
     """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority".
 
-    `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places behind it that
+    `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places after it that
     drafting them takes; `pace`: how many a step drafts, where that varies. `max_itl`: seconds of a
     step that decodes and carries prompts, 0 for any; `prefill_sizes`: tokens of the steps with
     prompts that are captured, rising; `absorbing`: which chunks attend as decode does, None: none.

@@ -1,6 +1,6 @@
 """One request inside the engine: all that changes about it is here, and its results on their way.
 
-Results of requests that a grammar guides are taken once their guides are behind the tokens.
+Results of requests that a grammar guides are taken once the guides have caught up.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ class Request:
     `order` sorts requests by right of way, smaller first. `group`: whose pages it has while it
     runs, where groups of ranks divide attention by sequences. `max_len` bounds prompt + output.
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
-    `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
-    of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
-    `snapshot`: a block that is its own, with what it had beside pages at token `snapshot_at`;
-    `branches`: where others leave its prompt, so that one is due there.
-    If `max_shared` is set, by the prompt's end or `think_id` in the output, only so many tokens may
-    enter the prefix cache.
+    `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared` of
+    `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
+    `snapshot`: a block that is its own, with what it had besides pages at token `snapshot_at`;
+    `branches`: where others leave its prompt, so that one is due there. If `max_shared` is set, by
+    the prompt's end or `think_id` in the output, only this many tokens may enter the prefix cache.
     `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
     the output follows; which token may come next is known once the last one is. `admitted`: when
     its first step was planned, by `time.monotonic`. `adapter`: None for the model itself.
@@ -151,9 +150,9 @@ class Request:
     def take(
         self, tokens: Iterable[int], followed: Followed | None
     ) -> tuple[Tokens, tuple[str | FieldPath, ...]]:
-        """Append sampled tokens up to the one that the request ends with or behind: what is told
-        of them, and what is wrong with the rule for them, if the last one showed that. followed:
-        what its guide says of them.
+        """Append sampled tokens up to the one that the request ends with or after. Returns what is
+        told of them, and what is wrong with the rule for them, if the last one showed that.
+        followed: what its guide says of them.
         """
         message = Tokens(rid=self.rid, tokens=[], cached_tokens=self.cached_tokens or 0)
         message.cached_by_tier = self.cached_by_tier

@@ -329,7 +329,7 @@ class Scheduler:
         return messages + self.followed()
 
     def followed(self, seconds: float = 0.0) -> list[Tokens | Failed]:
-        """Take the results of requests whose guides have come behind their tokens; `seconds` to
+        """Take the results of requests whose guides have come after their tokens; `seconds` to
         wait for the first of them. Those of others are late: they alone sit steps out.
         """
         messages = list[Tokens | Failed]()

@@ -36,7 +36,7 @@ class Sent(Protocol):
 class Claims:
     """What a step's draws claim, as numbers of arrays in its upload. n works draw.
 
-    firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token behind
+    firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token after
     what it keeps belongs in last_tokens. pairs: [n, most] a draw per draft, which claims to be the
     token in front of the draw `behind` it; real: [n, most] bool, whether there is a draft; luck:
     likewise, what is right where there is none. inputs: [draws] where that token lies in
@@ -93,7 +93,7 @@ def claimed(
 
 def lucky(works: Sequence[Work], most: int, simulated: float) -> npt.NDArray[np.bool_]:
     """Which of `most` drafts of each work are taken for right, each with the probability
-    `simulated`, whether it stands there or not: [works, most].
+    `simulated`, whether it is there or not: [works, most].
     """
     at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
     return uniforms([w.row + 1 for w in works], at) < simulated
@@ -189,7 +189,7 @@ def settle(
     last_tokens: Tensor,
     sent: Sent,
 ) -> Branch:
-    """As `verify`; the token behind what each work keeps is its last one from now on."""
+    """As `verify`; the token after what each work keeps is its last one from now on."""
     branch = verify(claims, width, tokens, front, sent)
     last_tokens.index_copy_(0, sent[claims.places], tokens[branch.draws[:, -1]])
     return branch

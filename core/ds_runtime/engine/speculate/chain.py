@@ -1,4 +1,4 @@
-"""Drafts behind what a step has kept; of chains, one run of the draft layer per further draft.
+"""Drafts after what a step has kept; of chains, one run of the draft layer per further draft.
 
 A chain's drafts are drawn with the very random numbers with which the model will draw these
 positions, so that they are often right also where requests sample.
@@ -40,7 +40,7 @@ class KeptTokens(NamedTuple):
 
 
 class Drafts:
-    """What drafts behind a step, in `runs` runs of `queries` tokens behind the step's own: of any
+    """What drafts behind a step, in `runs` runs of `queries` tokens after the step's own: of any
     number of sequences, op by op, or of `size` on each rank, captured. key: of the state of the
     draft layer's attention; none where that is sparse.
     """

@@ -1,12 +1,12 @@
 """How many tokens the next step drafts, from what steps took and how many drafts were right.
 
 Of every number of running requests, in powers of two, the median time of steps is kept per number
-of drafts; how often a draft is right, behind right ones, is the same for all. The best is what
-gives most tokens a second. Plain decode is one of the choices: no drafts.
+of drafts. How often a draft is right, after right ones, is the same for all. The best is what gives
+most tokens a second. Plain decode is one of the choices: no drafts.
 
 A time that was never seen at a size is guessed from the nearest size where it was: as much longer
 than the time of another choice as there. So a size that is passed in a few steps, as when a batch
-ends, is never a place for trials; one that stays is looked at where the guess leaves hope.
+ends, is never a place for trials. One that stays is looked at where the guess leaves hope.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pace:
         self._at = 0  # the size that was chosen for last
 
     def choose(self, count: int, coming: int = 0) -> int:
-        """Drafts behind each of `count` decoding requests; in a step without any, behind prompts,
+        """Drafts after each of `count` decoding requests; in a step without any, after prompts,
         what was best for as many as are coming."""
         if self.forced is not None or len(self._choices) == 1:
             return self._choices[-1] if self.forced is None else self.forced

@@ -22,7 +22,7 @@ from ds_runtime.parallel.exchange import Pending, Pick
 class Own:
     """What of a step op by op is of this rank's works, by numbers in its upload.
 
-    ids: [T] the token behind each of the rank's rows, where the host knows it. rows: [own draws]
+    ids: [T] the token after each of the rank's rows, where the host knows it. rows: [own draws]
     the row of each. firsts: [own works] that of each sampling work's first draw. drawn, works: of
     the draws and of the sampling works of the step. tail: the order of a row of each of the latter.
     """

@@ -175,7 +175,7 @@ class Verdict:
         return Judged(branch.accepted, (branch, self._rows.local(rows), *picks))
 
     def settle(self, judged: Judged) -> None:
-        """Bring kept branches to their places, where nothing is drafted behind them."""
+        """Bring kept branches to their places, where nothing is drafted after them."""
         if judged.kept is not None and judged.kept[0].order is not None:
             assert self._batch is not None and self._branching is not None
             branch, rows, _, own = judged.kept

@@ -1,8 +1,8 @@
 """The tensors of one step, of whatever kind: works → rows, page tables and lengths → a Batch.
 
 Host arrays in numpy, then one transfer for all of them. A step op by op has the rows that its works
-have. A captured one has a `Frame`: so many sequences of so many tokens, whose places that no work
-takes are filled with dummies, which write nothing and belong to nobody.
+have. A captured one has a `Frame`: this many sequences of this many tokens, whose places that no
+work takes are filled with dummies, which write nothing and belong to nobody.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DraftRun(NamedTuple):
     """What a run of the draft layer behind a step has of each sequence instead of the work's own
     tokens: `tokens` from `starts` on. Where a sequence has no page left, nothing is written.
 
-    positions: at which all tokens of a sequence stand, if not one behind the other. lens: its
+    positions: at which all tokens of a sequence are, if not one after the other. lens: its
     tokens with these; where these are not among them, none is written.
     """
 
@@ -91,7 +91,7 @@ class StepInputs:
     """Makes the batches of one rank.
 
     last_tokens: [rows · width] int64 on the device, per row the token sampled last and the drafts
-    behind it; decode works read them there. The last row is nobody's: that of dummies. pages: most
+    after it; decode works read them there. The last row is nobody's: that of dummies. pages: most
     of a sequence; context: most tokens of it. prefix_chunk: most cached tokens that one PrefixChunk
     covers, over all its sequences. stateful: requests keep more than pages, in their rows' blocks.
     alone: every row, of prompts too, attends the cache as a sequence of its own.

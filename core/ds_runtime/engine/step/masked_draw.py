@@ -1,6 +1,6 @@
 """The draw of a captured step in which some rows have masks, captured as well.
 
-Masks lie in a buffer that never moves and has room for one per row. Those of a step come up behind
+Masks lie in a buffer that never moves and has room for one per row. Those of a step come up after
 the draws' settings, in one transfer; a row without a rule names none. Steps without any mask do not
 come here.
 """
@@ -44,7 +44,7 @@ def packed(masks: Sequence[bytes | None], size: int) -> Columns:
 
 
 def can_capture(binding: Binding) -> bool:
-    """Whether the kernels that draw behind masks can be captured; if not, they run op by op."""
+    """Whether the kernels that draw after masks can be captured; if not, they run op by op."""
     needed = {("mask_logits", "sampler"), ("sample", "sampler")}
     chosen = [kernel for site, kernel in binding.choices if (site.op, site.module) in needed]
     return all(kernel is not None and kernel.promises.graph_safe for kernel in chosen)

@@ -37,8 +37,8 @@ class RowInit(msgspec.Struct, kw_only=True):
 class Work(msgspec.Struct, kw_only=True):
     """One request's share of a step: tokens [start, start + length) of its sequence.
 
-    `tokens` None means a decode step, whose input never left the device: the row's last sampled
-    token, and behind it length − 1 drafts, each of which counts if all before it were right.
+    `tokens` None means a decode step, whose input never left the device. It is the row's last
+    sampled token, and after it length − 1 drafts, each of which counts if all before it were right.
     `group`: of ranks, the one that has its pages and computes its attention, where that is divided
     by sequences. `pages` cover at least start + length tokens. `sample`: draw the token at position
     start + length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
@@ -73,7 +73,7 @@ class Work(msgspec.Struct, kw_only=True):
 
     @property
     def draws(self) -> int:
-        """Tokens that it draws: one behind each of a decode step's, one behind a prompt."""
+        """Tokens that it draws: one after each of a decode step's, one behind a prompt."""
         return self.length if self.sample and self.tokens is None else int(self.sample)
 
     @property
@@ -94,11 +94,11 @@ class PutAdapter(msgspec.Struct, tag=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, kw_only=True):
-    """What to compute now. `drafts`: tokens to draft behind each sampled one, in the same step.
-    `copies`: before that (group, source, target): on the ranks of this group a block of every state
-    becomes what another one is, in this order; −1 − n is slot n of host memory. `saves` (group,
-    page, slot) and `loads` (group, slot, page): in front of the step, too, pages go to host memory,
-    and then from there. `hurried`: the step may write to pages that it saves.
+    """What to compute now. `drafts`: tokens to draft after each sampled one, in the same step.
+    `copies`: before that (group, source, target). On the ranks of this group a block of every state
+    becomes a copy of another, in this order. −1 − n is slot n of host memory. `saves` (group, page,
+    slot) and `loads` (group, slot, page): in front of the step, too, pages go to host memory, and
+    then from there. `hurried`: the step may write to pages that it saves.
     """
 
     step: int

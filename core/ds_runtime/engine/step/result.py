@@ -51,7 +51,7 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
 
 def finite_rows(logits: Tensor) -> Tensor:
     """[rows] bool for logits [rows, vocab] float32, as the model gave them: masks and biases come
-    later, and may well forbid. It is asked on the device, beside the draw, and travels with the
+    later, and may well forbid. It is asked on the device, with the draw, and travels with the
     tokens (`Handle.finite`), so that nobody waits for it.
 
     One reduction: NaN or an infinity among the terms of a sum leaves NaN or an infinity, on every

@@ -1,6 +1,6 @@
 """Between host and device without waiting for either.
 
-Copies are queued from and to page-locked memory, so that the host goes on at once. Where the
+Copies are queued from and to page-locked memory, so that the host continues at once. Where the
 device's memory is the host's own, nothing is copied.
 """
 
@@ -147,7 +147,7 @@ class PageTable:
         self._whole = np.zeros((rows, 1), np.int32)
 
     def held(self, lists: list[list[int]]) -> Table:
-        """All pages of sequences, filled up with each one's first, and of spare ones behind them:
+        """All pages of sequences, filled up with each one's first, and of spare ones after them:
         [rows, most]. The same array, which nobody changes, while the pages are the same.
         """
         if lists != self._lists:

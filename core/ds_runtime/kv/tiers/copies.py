@@ -1,4 +1,4 @@
-"""One rank's host memory behind its caches, and the copies that a plan asks for."""
+"""One rank's host memory below its caches, and the copies that a plan asks for."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class HostCopies:
             self._caches.arriving = None
 
     def seconds(self, pages: int) -> float:
-        """To load one of so many pages, before there are requests."""
+        """To load one of this many pages, before there are requests."""
         pairs = [(page, page) for page in range(min(pages, len(self._pages[0].host)))]
         layers = [one.blocks(run) for one in self._pages for run in _runs(pairs)]
         took = list[float]()

@@ -1,4 +1,5 @@
-"""Between host memory and files: what is saved goes on to disk, and what a prompt needs comes back.
+"""Between host memory and files: what is saved continues to disk, and what a prompt needs comes
+back.
 
 Threads of every rank read and write the slots themselves (`kv.tiers.hand`). Such a slot is kept: it
 goes to nobody else before all are done with it. A request whose pages lie on disk waits until they
@@ -94,7 +95,7 @@ class Disk:
         self.poll(idle=True)
 
     def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
-        """A copy to this slot is about to be queued; it goes on to the disk. Where that lags, it
+        """A copy to this slot is about to be queued; it continues to the disk. Where that lags, it
         goes later, if nobody else has the slot by then."""
         if self.stopped:
             return
@@ -156,8 +157,8 @@ class Disk:
         self._hands.forget(name, kinds)
 
     def poll(self, idle: bool = False, seconds: float = 0.0) -> None:
-        """Go on with all that is under way. idle: nothing else is to be done, so copies are waited
-        for; seconds: to wait for a file."""
+        """Continue with all that is under way. idle: nothing else is to be done, so copies are
+        waited for; seconds: to wait for a file."""
         self._hands.poll(idle)
         if self._reading and seconds:
             self._hands.wait(self._reading, seconds)

@@ -56,7 +56,7 @@ class Disks:
             one.poll(idle, seconds if one.busy else 0.0)
 
     def seconds(self, nbytes: int) -> float:
-        """To read so many bytes, as measured on rank 0: see `DiskFolder`."""
+        """To read this many bytes, as measured on rank 0: see `DiskFolder`."""
         return self._every[0].folder.seconds(nbytes)
 
     def drain(self, seconds: float = PATIENCE) -> bool:

@@ -52,8 +52,8 @@ class DiskFolder:
             found = folder.stat()
             if found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 raise ConfigError(
-                    f"--disk-cache {folder}: others may enter it, and what users wrote will lie "
-                    "there: make it your own with mode 0700"
+                    f"--disk-cache {folder}: others may enter it, and it will hold what users "
+                    "wrote: make it your own with mode 0700"
                 )
             with suppress(OSError), (folder / "README.txt").open("x") as note:
                 note.write(_NOTE)  # a full disk can still be read; somebody's own stays
@@ -61,8 +61,8 @@ class DiskFolder:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
 
     def seconds(self, nbytes: int) -> float:
-        """To read so many bytes that are not in memory, as measured with a file of its own. Raises
-        ConfigError where none can be written."""
+        """To read this many bytes that are not in memory, as measured with a file of its own.
+        Raises ConfigError where none can be written."""
         probe = self.folder / _temporary()
         part = memoryview(bytearray(PROBED))
         try:

@@ -1,6 +1,6 @@
 """One rank's threads between the slots of its host memory and files.
 
-A file waits for the copies that were queued in front of it: what is written is in its slot by then,
+A file waits for the copies that were queued in front of it. What is written is in its slot by then,
 and no copy reads a slot that is filled. Steps wait for neither.
 """
 
@@ -33,7 +33,7 @@ class Hands(Protocol):
     """Who moves slots to files and back, on every rank that has them. Called by one thread."""
 
     def write(self, kind: str, slot: int, name: bytes) -> Future[int]:
-        """Bytes that are written, behind the copies that are queued by now."""
+        """Bytes that are written, after the copies that are queued by now."""
         ...
 
     def read(self, kind: str, slot: int, name: bytes) -> Future[int]:
@@ -45,7 +45,7 @@ class Hands(Protocol):
         ...
 
     def poll(self, finish: bool = False) -> None:
-        """Go on. finish: wait for copies."""
+        """Continue. finish: wait for copies."""
         ...
 
     def wait(self, some: Collection[Future[int]], seconds: float) -> None:

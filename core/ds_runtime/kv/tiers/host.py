@@ -1,9 +1,8 @@
 """What of one group's pages and states lies in host memory, found by names of pages.
 
 A page's name is the end of a sha256 chain over the tokens of all pages up to it (`kv.chain`), so no
-second tree is needed: a prompt that has left the device's tree behind goes on by names alone. A
-path lies on the device first, then on the host. Which pages are on both is the write policy's to
-say.
+second tree is needed. A prompt that has left the device's tree continues by names alone. A path
+lies on the device first, then on the host. Which pages are on both is the write policy's to say.
 
 Copies are only noted here. A plan carries them to every rank, which queue them in front of its
 step: pages to the host, then pages from there, then states, each in its order. So a slot may change
@@ -80,11 +79,11 @@ class HostTier:
         return self._root(realm)
 
     def name(self, above: bytes, tokens: Sequence[int]) -> bytes:
-        """That of a page of `tokens` behind another."""
+        """That of a page of `tokens` after another."""
         return page_key(above, tokens)
 
     def behind(self, found: Match, tokens: Sequence[int], size: int) -> Match:
-        """A path with the names of what lies here behind it; a token at least is left over."""
+        """A path with the names of what lies here after it; a token at least is left over."""
         names, name = list[bytes](), found.node.name
         if self.pace is not None and not self.pace.host_pays:
             return found
@@ -138,8 +137,8 @@ class HostTier:
         self._hurried |= node.page in self._saves
 
     def discard(self, known: Iterable[Node], others: Iterable[Node]) -> None:
-        """Somebody's logits are not finite: no prompt goes on from what was kept at `known`, nor
-        reads `others`, nor what lies behind these.
+        """Somebody's logits are not finite: no prompt continues from what was kept at `known`, nor
+        reads `others`, nor what lies after these.
         """
         for node in known:
             self.states.drop(node.name)
@@ -175,7 +174,7 @@ class HostTier:
     # ---- snapshots' side ----
 
     def has_state(self, name: bytes) -> bool:
-        """Whether a request can go on from what lies here behind this page."""
+        """Whether a request can continue from what lies here after this page."""
         return name in self.states
 
     def state(self, name: bytes) -> int:
@@ -198,7 +197,7 @@ class HostTier:
 
     def hold(self, known: Match) -> list[int]:
         """Slots of the pages behind a path, in its order. They stay until the next plan, and so
-        does a state that a request may go on from there."""
+        does a state that a request may continue from there."""
         slots = [self.pages.pin(name) for name in reversed(known.behind)]
         last = known.behind[-1] if known.behind else known.node.name
         if last in self.states:
@@ -253,7 +252,7 @@ class HostTier:
 
     def fetch(self, known: Match, tokens: Sequence[int], size: int) -> Fetch:
         """Have what follows a path, all tiers' together, brought here from the disk, as far as a
-        request can go on from it."""
+        request can continue from it."""
         disk = self.disk
         assert disk is not None
         names, last = list[bytes](), 0

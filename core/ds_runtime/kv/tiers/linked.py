@@ -1,6 +1,6 @@
 """Files of several ranks: rank 0 says what goes where, each does it, and tells when it is done.
 
-A job crosses the link behind the plan that queued its copies, and is numbered. A slot is done with
+A job crosses the link after the plan that queued its copies, and is numbered. A slot is done with
 once every rank of its group has answered. What one of them has not read, none has.
 """
 
@@ -56,7 +56,7 @@ class _Asked:
 
 class DiskLink:
     """Rank 0's end for all groups. send: tells all other ranks; told: what they have said, after
-    so many milliseconds at most."""
+    this many milliseconds at most."""
 
     def __init__(
         self, send: Callable[[msgspec.Struct], None], told: Callable[[int], list[bytes]]
@@ -68,7 +68,7 @@ class DiskLink:
         self.stopped = ""
 
     def ask(self, job: DiskJob, others: int, own: Future[int] | None) -> Future[int]:
-        """Have a job done by so many other ranks, beside what this one does."""
+        """Have a job done by this many other ranks, besides what this one does."""
         self._number = job.number = self._number + 1
         asked = _Asked(Future(), others + (own is not None))
         self._asked[job.number] = asked
@@ -125,7 +125,7 @@ class DiskLink:
 
 class LinkedHands:
     """Hands of all ranks of one group. own: rank 0's, where that is one of them; others: how many
-    there are beside it."""
+    there are besides it."""
 
     def __init__(self, link: DiskLink, group: int, own: DiskHand | None, others: int) -> None:
         self._link, self._group, self._own, self._others = link, group, own, others
@@ -184,7 +184,7 @@ class DiskFollower:
         return bool(self._under_way)
 
     def take(self, job: DiskJob) -> None:
-        """Begin a job, behind all plans that came before it."""
+        """Begin a job, after all plans that came before it."""
         if job.group != self._group:
             return
         if job.way == "forget":

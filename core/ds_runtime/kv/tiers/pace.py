@@ -27,7 +27,7 @@ class BringPace:
         return self.loaded + self.read < self.computed
 
     def with_disk(self, read: float) -> BringPace:
-        """As this, with a disk."""
+        """A copy with these seconds per page from the disk."""
         return replace(self, read=read)
 
     @property

@@ -55,8 +55,8 @@ class HostRoom(NamedTuple):
         fits = f"{ratio * left / needed:.2g}"
         remedy = "0 and a --hicache-ratio" if size and left < GB else f"{left // GB}"
         raise ConfigError(
-            f"{flag}: asks for {amount(needed)} of host memory, and beside a KV cache of "
-            f"{amount(memory.total)} {amount(left)} are free: give --hicache-"
+            f"{flag}: asks for {amount(needed)} of host memory; after a KV cache of "
+            f"{amount(memory.total)}, {amount(left)} are free: give --hicache-"
             + (f"size {remedy}" if size else f"ratio {fits}")
             + ", or lower --kv-memory"
         )

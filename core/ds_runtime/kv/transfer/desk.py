@@ -43,7 +43,7 @@ class LoadedAdapter(Protocol):
 
 
 class HasCaches(Protocol):
-    """A rank's caches, with so many pages. memory: how many blocks of states they have."""
+    """A rank's caches, with this many pages. memory: how many blocks of states they have."""
 
     caches: Caches
     num_pages: int
@@ -109,7 +109,7 @@ class Desk:
         self._asked.append(message)
 
     def poll(self) -> list[PagesHeld | PagesPulled]:
-        """Go on with all that is under way; the answers since."""
+        """Continue with all that is under way; the answers since."""
         answers = list[PagesHeld | PagesPulled]()
         if self._asked and self._is_settled():
             asked, self._asked = self._asked, []

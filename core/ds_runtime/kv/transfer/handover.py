@@ -3,10 +3,10 @@
 The engine that has a prompt's pages holds them under a lease and makes an offer; whoever was given
 the offer pulls them into its own prefix cache. A lease ends with time, with its reader, or where
 running requests need the room, and the pages may then become others while they are read. So a
-reader asks at the end whether the lease still stood, and keeps what it read only if it did.
+reader asks at the end whether the lease was still held, and keeps what it read only if it did.
 
 A transfer may be a plugin's. Whatever it raises, each block is the pull's still, or free. What it
-raises while a read is under way, `poll` raises: whoever is in the middle of a step goes on.
+raises while a read is under way, `poll` raises: whoever is in the middle of a step continues.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Handover:
     # ---- both ----
 
     def poll(self) -> list[PagesPulled]:
-        """Go on with all that is under way; the pulls that have ended since. Raises what the
+        """Continue with all that is under way; the pulls that have ended since. Raises what the
         transfer raises: `drop` it."""
         if self._raised is not None:
             raise self._raised
@@ -216,7 +216,7 @@ class Handover:
     def _lose(self, peer: str) -> None:
         self.leases.lose(peer)
         for pull in [one for one in self._pulls.values() if one.peer == peer]:
-            self._fail(pull, f"peer {peer!r} has left before it said that its pages stood")
+            self._fail(pull, f"peer {peer!r} has left before it said that its pages were valid")
 
     def _expire(self, now: float) -> None:
         self.leases.expire(now)
@@ -242,7 +242,7 @@ class Handover:
         tell(self._transfer, peer, said)
 
     def drop(self, why: str) -> list[PagesPulled]:
-        """Go on without the transfer, which works no more; what becomes of pulls. Raises what it
+        """Continue without the transfer, which works no more; what becomes of pulls. Raises what it
         raises where it cannot even be closed: it may still write to pages then."""
         self._transfer.close()
         self._pages.guests = None

@@ -4,7 +4,7 @@ Over a Unix socket who may enter its folder is let in. Over TCP ZeroMQ's CURVE e
 description of an engine holds its key: who was not given the description cannot speak to it.
 
 Two engines that have met are a *pair of epochs*, one of each, new whenever either opens a line. All
-that they say has both in front. Where one of them has let go of the other, or has begun anew, what
+that they say has both in front. Where one of them has let go of the other, or has begun again, what
 the other still says is of a pair that is no more. It is not even decoded, and who said it is told.
 """
 

@@ -34,7 +34,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 
 class PageBytes(msgspec.Struct, tag=True, frozen=True):
-    """A piece is in its slot, or comes behind this."""
+    """A piece is in its slot, or comes after this."""
 
     number: Count
     index: Count
@@ -101,7 +101,7 @@ def pieces_of(layers: Layers, blocks: CacheBlocks, most: int) -> Iterator[list[B
 def placed(
     layers: Layers, piece: list[BlockRange], blocks: CacheBlocks, host: Tensor
 ) -> list[LayerBlocks] | None:
-    """A piece's blocks and their bytes, one behind the other; None if these are fewer."""
+    """A piece's blocks and their bytes, one after the other; None if these are fewer."""
     found, at = list[LayerBlocks](), 0
     for layer, first, last in piece:
         end = at + (last - first) * layers.size(layer)

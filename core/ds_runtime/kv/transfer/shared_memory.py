@@ -1,7 +1,7 @@
 """Memory that two processes of one machine have in common, for pieces on their way.
 
 It has no name, so that nothing of it stays when both have been killed. The other process opens it
-by this one's number, which only works for the same user in the same container; elsewhere, and where
+by this one's number, which only works for the same user in the same container. Elsewhere, and where
 the system has no such memory, pieces go by the socket.
 """
 

@@ -1,7 +1,7 @@
 """KvTransfer between processes: words by sockets, bytes by memory that both share, else by sockets.
 
-Who has the blocks exports them into slots, a piece at a time, tells the reader of each, and fills
-a slot again once the reader has taken it. Both work in their `poll`, so that a read goes on as fast
+Who has the blocks exports them into slots, a piece at a time, tells the reader of each, and fills a
+slot again once the reader has taken it. Both work in their `poll`, so that a read continues as fast
 as both engines come by.
 """
 
@@ -241,7 +241,7 @@ class SocketTransfer(Transfer):
             if heard.epoch <= known:
                 return  # one of its earlier lines, or the same again
             if self._mail.has_met(name):
-                self._lose(name, "has begun anew")
+                self._lose(name, "was started again")
                 if heard.answers == own:
                     return  # it does not await another: what it says next it is told
             if name not in self._open:

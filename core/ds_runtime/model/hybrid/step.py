@@ -38,7 +38,7 @@ class RowSpan:
         return ((self.positions + 1) // ratio).to(torch.int32)
 
     def ring(self, entries: int) -> Tensor:
-        """The slot of each row in states of so many entries per block: [count] int64, −1 for
+        """The slot of each row in states of this many entries per block: [count] int64, −1 for
         padding and for rows whose slot a later one of their sequence has."""
         slots = self.blocks * entries + self.positions % entries
         count = self.owners.shape[0]

@@ -62,7 +62,7 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield Fixable("not deterministic", "leave --deterministic out")
     if kernel.footprint.beside and op.name in facts.crowded:
         share = f"{kernel.footprint.beside:.0%}"
-        yield f"holds {share} of the weight beside, for which memory has no room"
+        yield f"holds an extra {share} of the weight, for which memory has no room"
     if facts.graph_capture and not kernel.promises.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")
     checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)

@@ -1,7 +1,7 @@
-"""Work of a step that need not wait for what is queued behind it.
+"""Work of a step that need not wait for what is queued after it.
 
-A capture may record it beside that, so that the device has something to read while small kernels
-wait for each other; everywhere else it runs where its result is asked for.
+A capture may record it on a side stream, so that the device has something to read while small
+kernels wait for each other. Everywhere else it runs where its result is asked for.
 """
 
 from __future__ import annotations

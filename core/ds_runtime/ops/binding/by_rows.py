@@ -16,7 +16,7 @@ _ALL = 1 << 62  # more rows than there are
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Kernels of one packing, or that need none, at one place. `some`, best first, ask for calls of
-    so many rows, and the first that does serves one; `rest` packs the weight and serves what none
+    this many rows, and the first that does serves one; `rest` packs the weight and serves what none
     asks for. It may be one of `some`, where all of them ask."""
 
     rest: Kernel
@@ -43,8 +43,8 @@ class Shares:
         return "otherwise" if first or more or below == _ALL else _words(first, below)
 
     def rows_of(self, kernel: Kernel, most: int) -> list[range]:
-        """Rows, from 1 to `most`, of the calls that may be those of one of `kernels`, cut wherever
-        the bounds of any of them lie: calls of one range are all its own, or none is."""
+        """Rows, from 1 to `most`, of the calls that may be those of one of `kernels`, cut at the
+        bounds of each. Calls of one range are all its own, or none is."""
         bounds = {n for k in self.some for n in (k.rows.first, k.rows.below or _ALL)}
         cuts = sorted({1, most + 1, *(n for n in bounds if 1 < n <= most)})
         every = kernel is self.rest or kernel.rows.methods

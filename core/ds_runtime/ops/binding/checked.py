@@ -1,7 +1,7 @@
 """Calls of bound kernels, each held against its contract's shapes and dtypes while somebody asks.
 
 It costs a microsecond a call, so only first steps and captures run like this, and a step that has
-failed does once more: the kernel that is at fault is named, not the one that meets its results.
+failed does once more. The kernel that is at fault is named, not the one that meets its results.
 """
 
 from __future__ import annotations

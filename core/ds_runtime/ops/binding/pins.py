@@ -87,7 +87,7 @@ def _hidden(pin: Pin, choices: Sequence[tuple[Site, Kernel | None]]) -> str:
         if kernel is not None and pin.op in _parts(site.op):
             return (
                 f": {kernel.name} does its work at {site.path}: give --fusion {site.op}=off "
-                "beside it, and no pin of that"
+                "with it, and do not pin that op"
             )
     if own := next((site for site, _ in choices if site.op == pin.op), None):
         return f": {pin.op} has others, like {own.path}; ds-runtime plan shows all"

@@ -101,8 +101,8 @@ class HistoryGroup(CacheGroup):
 class StateGroup(CacheGroup):
     """`rows` entries for each request that runs, of which only the latest count: the entry of the
     token at position p is p % entries. A step that verifies drafts may take `undo` tokens back, and
-    what was there before them must still be: a block has so many entries more. width: numbers of an
-    entry in `FLOAT_ROWS`, where that is its layout.
+    what was there before them must still be: a block has this many entries more. width: numbers of
+    an entry in `FLOAT_ROWS`, where that is its layout.
     """
 
     kind = "state"
@@ -214,7 +214,7 @@ class Caches:
         return self._by_layer[group][layer]
 
     def reach(self, layer: int) -> None:
-        """A step goes on with this layer: it waits for what comes, a cache of another one that it
+        """A step continues with this layer: it waits for what comes, a cache of another one that it
         reads included."""
         if self.arriving is not None:
             for laid, _ in self.groups:

@@ -71,7 +71,7 @@ class Groups(NamedTuple):
 
 
 class QuantizedLinear(Protocol):
-    """What a Linear has beside its contract if it takes quantised activations, so that the op in
+    """What a Linear has besides its contract if it takes quantised activations, so that the op in
     front of it can quantise as it writes.
 
     `quantizes(rows, packed)`: how `apply` quantises that many rows before it multiplies, or None
@@ -85,12 +85,12 @@ class QuantizedLinear(Protocol):
 
 
 class Float32Linear(Protocol):
-    """What a Linear has beside its contract if it can give its sums as they are, before they are
+    """What a Linear has besides its contract if it can give its sums as they are, before they are
     rounded: for the head, whose logits are float32.
 
-    `gives_float32(rows, packed)`: whether it can for so many rows. `apply_float32(x, packed, out)`:
-    apply(x, packed), but float32: in `out`, a contiguous [tokens, out] float32, or a new tensor if
-    that is None or left out.
+    `gives_float32(rows, packed)`: whether it can for this many rows. `apply_float32(x, packed,
+    out)`: apply(x, packed), but float32: in `out`, a contiguous [tokens, out] float32, or a new
+    tensor if that is None or left out.
     """
 
     def gives_float32(self, rows: int, packed: Packed) -> bool: ...

@@ -86,7 +86,7 @@ def compose_add_rms_norm(
 
 
 def rms_norm_samples(facts: Facts) -> Iterator[Case]:
-    """Sizes, strides, extremes, a float32 weight beside low-precision activations."""
+    """Sizes, strides, extremes, a float32 weight with low-precision activations."""
     for tokens, hidden in ((0, 64), (1, 1), (1, 576), (3, 129), (17, 512)):
         make = cases.Maker(facts, label := f"{tokens}x{hidden}")
         yield cases.case(label, facts, make.normal(tokens, hidden), make.normal(hidden), 1e-6)
@@ -186,7 +186,7 @@ def _flops(s: Sizes, tokens: int) -> OpWork:
 
 
 class NormOps(Area):
-    """Norms, with the residual stream and with the quantisation behind them."""
+    """Norms, with the residual stream and with the quantisation after them."""
 
     rms_norm: RmsNorm = op(
         reference=f"{_REF}:rms_norm",

@@ -56,7 +56,7 @@ def of_weight(facts: Facts, x: Tensor, dtype: str) -> tuple[Form]:
 
 
 def of_heads(q: Tensor, width: int) -> tuple[Form]:
-    """So many values per head of q."""
+    """This many values per head of q."""
     return (((q.shape[0], q.shape[1], width), name_of(q)),)
 
 

@@ -42,7 +42,7 @@ class PagedCache:
 
     rows: [pages · page_size, kv_lora + rope] in facts.kv_dtype; NaN where no kernel may look.
     The harness writes them in the layout that the kernel under test reads. role "index": index
-    keys [pages · page_size, d] in facts.index_dtype, or for FP8 and FP4 in float32 what it stands
+    keys [pages · page_size, d] in facts.index_dtype, or for FP8 and FP4 in float32 what it is
     for.
     """
 
@@ -56,10 +56,10 @@ class Call:
     """One call of the kernel (of `method`, for objects) and what may come of it.
 
     save: keep the result under this name instead of comparing it. written: arguments written in
-    place, compared afterwards. free: arguments that the kernel may overwrite. raises: the call
-    must raise this. asks: a method of the kernel that says, given the rows of the first
-    argument and the Packed among them, how it is to be called; without it, or where it gives
-    none of `answers`, the kernel is left out.
+    place, compared afterwards. free: arguments that the kernel may overwrite. raises: the call must
+    raise this. asks: a method of the kernel that says, given the rows of the first argument and the
+    Packed among them, how it is to be called. Without it, or where it gives none of `answers`, the
+    kernel is left out.
     """
 
     args: tuple[Any, ...]

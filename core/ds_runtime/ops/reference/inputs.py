@@ -27,7 +27,7 @@ class Copies(list[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrueInputs(Sizes):
-    """Where a call is timed. layout: that of the cache. copies: how many tensors of so many bytes
+    """Where a call is timed. layout: that of the cache. copies: how many tensors of this many bytes
     are to take turns."""
 
     layout: Layout
@@ -63,7 +63,7 @@ class TrueInputs(Sizes):
         return torch.rand(max(1, positions), self.facts.dims["qk_rope"], device=self.device)
 
     def pages(self, tokens: int) -> int:
-        """How many hold so many tokens."""
+        """How many hold this many tokens."""
         return -(-max(1, tokens) // self.facts.page_size)
 
     def cache(self, pages: int) -> Tensor:

@@ -37,8 +37,8 @@ def relative_error(out: Tensor, oracle: Tensor) -> float:
 
 
 def worst_row(out: Tensor, oracle: Tensor) -> float:
-    """The largest error of a row (first dim), relative to the row but at least to a tenth of
-    the usual row: one wrong row among many cannot hide in the norm of all."""
+    """The largest error of a row (first dim), relative to the row but at least to a tenth of the
+    usual row. One wrong row among many cannot hide in the norm of all."""
     if out.ndim < 2 or out.shape[0] < 2 or out.shape != oracle.shape:
         return 0.0
     got = out.detach().cpu().to(torch.float64).flatten(1)
@@ -87,7 +87,7 @@ def fused_codes(
     values: Callable[..., Tensor], args: Sequence[Any], got: Sequence[Tensor],
     want: Sequence[Tensor], tolerance: float,
 ) -> Verdict:  # fmt: skip
-    """Of fusions with a quantisation, whose last arguments are group and ue8m0: what was rounded on
+    """Of fusions with a quantisation, whose last arguments are group and ue8m0. What was rounded on
     the way moves scales a little, and those that are powers of two to the next. Codes must give
     `values` of the other arguments back."""
     *inputs, group, ue8m0 = args

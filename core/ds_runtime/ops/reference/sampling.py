@@ -1,8 +1,8 @@
 """Torch references of sampling and log-probabilities.
 
-Each sampled row is computed as a tensor of its own, so its result cannot depend on what else is
-in the batch: vectorised maths over a whole batch rounds by position. Nothing sorts a vocabulary:
-a row of DeepSeek's 129,280 tokens would take longer than some models' whole step.
+Each sampled row is computed as a tensor of its own, so its result cannot depend on what else is in
+the batch. Vectorised maths over a whole batch rounds by position. Nothing sorts a vocabulary: a row
+of DeepSeek's 129,280 tokens would take longer than some models' whole step.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How ranks meet, and what they tell each other beside their collectives."""
+"""How ranks meet, and what they tell each other besides their collectives."""

@@ -1,8 +1,8 @@
 """A socket of the link between ranks: what it keeps, and who may be at its other end.
 
-Over TCP both ends prove to each other that they know one secret, and what they send is encrypted:
-ZeroMQ's CURVE, with a pair of keys that follows from the secret. Nothing of a stranger gets
-further than ZeroMQ.
+Over TCP both ends prove to each other that they know one secret. What they send is encrypted by
+ZeroMQ's CURVE, with a pair of keys that follows from the secret. Nothing of a stranger gets further
+than ZeroMQ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The link between rank 0 and the others, beside their collectives: who is there, and what is next.
+"""The link between rank 0 and the others, besides their collectives: who is there, and what is
+next.
 
 Rank 0 binds one ZeroMQ socket, at a file in a private folder or, where there are several nodes, at
 a TCP port. Each other rank connects to it, says hello, and is told where the ranks meet, or why it
@@ -7,7 +8,7 @@ may not. It looks for signs of life of rank 0, which come from a thread of ZeroM
 rank waits in.
 
 Over TCP rank 0 looks for those of the others, too, and both tell why they end: a rank that fails
-tells rank 0, or whoever started it does; rank 0 waits a moment for whoever failed before, and tells
+tells rank 0, or whoever started it does. Rank 0 waits a moment for whoever failed before, and tells
 all of the first. Where rank 0 has died, whoever started it is at its address for a moment, and
 tells those who ask. On one machine whoever started the ranks sees their end.
 """

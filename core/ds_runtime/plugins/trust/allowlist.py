@@ -76,14 +76,14 @@ class Allowlist:
             try:
                 have = digest(dist)
             except Unreadable as e:
-                return Refusal("broken", f"{dist.name} {e}; {where} wants a digest")
+                return Refusal("broken", f"{dist.name} {e}; {where} needs a digest")
             if have != wanted["digest"]:
                 return _changed(dist, have, wanted["digest"], where)
         return None
 
 
 def _changed(dist: Distribution, have: str, wanted: str, where: str) -> Refusal:
-    said = f"{dist.name} is {have}, and {where} has {wanted}: install that one, or list it anew"
+    said = f"{dist.name} is {have}, and {where} has {wanted}: install that one, or list it again"
     return Refusal("broken", said)
 
 

@@ -1,7 +1,7 @@
 """Code that an import of a distribution would run, and that is in none of its files.
 
 Its modules may be hidden: by a folder or an extension of the same name, or by a place that is
-searched before. Beside them may lie others, and bytecode of something else. And they may import
+searched before. Next to them may be others, and bytecode of something else. And they may import
 what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the distribution.
 """
 
@@ -50,7 +50,7 @@ def foreign_code(dist: Distribution) -> str | None:
         folders |= {Path(place).resolve() for place in spec.submodule_search_locations or ()}
     beside = next((p for folder in sorted(folders) for p in _strays(folder, files)), None)
     if beside is not None:
-        return f"has modules beside {beside}, which is no file of {dist.name}"
+        return f"has modules next to {beside}, which is no file of {dist.name}"
     sources = [path for path in files if path.suffix in SOURCE_SUFFIXES]
     if (found := stray(dist, sources, specs)) is not None:
         name, place = found

@@ -1,6 +1,6 @@
 """Modules that the code of a distribution names, and that no installed distribution brings.
 
-Looked for are import statements wherever they stand, `import_module("x")`, entry points, and what
+Looked for are import statements wherever they are, `import_module("x")`, entry points, and what
 is imported by a string such as a kernel's "module:attribute". Nothing is imported for it.
 """
 

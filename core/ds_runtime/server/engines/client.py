@@ -52,7 +52,7 @@ class Flight:
         """The next tokens of any choice, in order per choice.
 
         Raises QueueFullError or RequestError as the engine refuses, LogitsError where one choice
-        cannot go on, EngineDeadError when the engine dies.
+        cannot continue, EngineDeadError when the engine dies.
         """
         while not self._came:
             self._awaited = asyncio.get_running_loop().create_future()

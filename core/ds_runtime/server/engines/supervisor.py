@@ -1,4 +1,4 @@
-"""One engine kept alive: started, watched, and started anew where it falls or hangs."""
+"""One engine kept alive: started, watched, and started again where it falls or hangs."""
 
 from __future__ import annotations
 

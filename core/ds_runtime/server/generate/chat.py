@@ -39,7 +39,7 @@ def chat_prompt(
 ) -> Prompt:
     """Render the messages and tokenise the result as it is: the template writes BOS itself.
 
-    ready: refuse what cannot fit into so many contexts before it is tokenised.
+    ready: refuse what cannot fit into this many contexts before it is tokenised.
     """
     if template is None:
         raise RequestError(

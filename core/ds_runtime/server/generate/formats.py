@@ -56,8 +56,8 @@ class Format(Protocol):
 
 
 class UsageChunks(Enum):
-    """Which chunks of a stream tell how many tokens there are: none, one at the end, or every one,
-    each of its own choice so far, and that at the end."""
+    """Which chunks of a stream tell how many tokens there are: none, the last one, or every one.
+    Each tells of its own choice so far, the last one of all."""
 
     NONE = 0
     LAST = 1
@@ -94,7 +94,7 @@ class NamedEvents:
 
 
 class ChatFormat(Chunks):
-    """chat.completion and chat.completion.chunk. ids: token ids stand beside the text."""
+    """chat.completion and chat.completion.chunk. ids: token ids are next to the text."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ def _delta(event: Event) -> Json | None:
 
 class CompletionFormat(Chunks):
     """text_completion, whole and streamed. `echo` puts the prompt before the text; `alone`: instead
-    of it, as if no token had been made. ids: token ids stand beside the text."""
+    of it, as if no token had been made. ids: token ids are next to the text."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ def _check_result(result: Plain, before: Sequence[Plain], path: str) -> None:
     calls = next((m for m in reversed(before) if m["role"] != "tool"), {}).get("tool_calls")
     if not calls:
         raise RequestError.of(
-            path, " is a tool result, but no assistant message with tool_calls stands before it"
+            path, " is a tool result, but no assistant message with tool_calls is before it"
         )
     asked, known = result.get("tool_call_id"), [c.get("id") for c in calls]
     if not isinstance(asked, str | None):

@@ -248,9 +248,9 @@ def text_of(service: Service, body: DetokenizeRequest) -> str:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """What /tokenizer_info answers: tokenizer_config.json. Every special token is a
-    text or null, and `chat_template` that of plain chats, from wherever it came; null where the
-    model has none or its prompts are not a template's."""
+    """What /tokenizer_info answers: tokenizer_config.json. Every special token is a text or null,
+    and `chat_template` that of plain chats, from wherever it came. Null where the model has none or
+    its prompts are not a template's."""
     tokenizer, template = service.tokenizer, service.model.template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

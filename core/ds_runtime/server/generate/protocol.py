@@ -188,7 +188,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: TokenIds

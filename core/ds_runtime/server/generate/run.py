@@ -141,7 +141,7 @@ class Run:
     async def pieces(self, whole: bool = False) -> AsyncGenerator[tuple[Choice, Piece]]:
         """Pieces in the order in which the engine makes them, until every choice has ended.
 
-        LogitsError, if that ended some of them: behind the others' last piece, or `whole`, where an
+        LogitsError, if that ended some of them: after the others' last piece, or `whole`, where an
         answer without these is none, at once.
         """
         broken: LogitsError | None = None

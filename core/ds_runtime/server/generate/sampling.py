@@ -138,8 +138,8 @@ def check_length(prompt_len: int, ready: Ready, param: str) -> None:
 def check_room(
     tokenizer: Tokenizer, text: str, ready: Ready, param: str, contexts: int = 1
 ) -> None:
-    """ApiError context_length_exceeded for text that cannot fit into so many contexts, whatever its
-    tokens are: encoding it would take half a minute and gigabytes."""
+    """ApiError context_length_exceeded for text that cannot fit into this many contexts, whatever
+    its tokens are: encoding it would take half a minute and gigabytes."""
     if (least := tokenizer.least(text)) >= contexts * ready.context_length:
         counted = f" (what needs {contexts} times as many is not counted)" if contexts > 1 else ""
         raise _too_long(

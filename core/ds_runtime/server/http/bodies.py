@@ -49,11 +49,11 @@ class Bodies:
         return self._context() * _PER_TOKEN + _BESIDE if self._most is None else self._most
 
     def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Waits until a body of so many bytes may be worked on."""
+        """Waits until a body of this many bytes may be worked on."""
         return self._large if size > LARGE else contextlib.nullcontext()
 
     async def word(self, numbers: int, job: Callable[[], T]) -> T:
-        """The result of a job that words an answer with so many log-probabilities: here, or in a
+        """The result of a job that words an answer with this many log-probabilities: here, or in a
         thread where there are many."""
         return job() if numbers <= _NUMBERS else await self.work(job)
 
@@ -98,7 +98,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes room for so many bytes more, until the end of the context.
+        """A function that takes room for this many bytes more, until the end of the context.
 
         It raises ApiError 503 when there is none: others hold it.
         """

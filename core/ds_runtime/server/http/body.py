@@ -38,8 +38,8 @@ async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T
     """`prepare(body)` of the body as a `kind`; ApiError 413 for one that no context could need, 400
     if it is bad.
 
-    Reading, checking and preparing (templates, tokenisation) take time that grows with the body:
-    it happens in a thread, so that streams go on meanwhile. With a hostile checkpoint a small one
+    Reading, checking and preparing (templates, tokenisation) take time that grows with the body: it
+    happens in a thread, so that streams continue meanwhile. With a hostile checkpoint a small one
     takes long as well.
     """
     bodies: Bodies = request.app.state.bodies

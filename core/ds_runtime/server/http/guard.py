@@ -71,8 +71,8 @@ async def operators_only(request: Request) -> None:
 
 
 async def json_only(request: Request) -> None:
-    """ApiError 415 for a body that is not said to be JSON: a web page can send such a one to any
-    server, without asking it first."""
+    """ApiError 415 for a body that is not said to be JSON: a web page can send such a request to
+    any server, without asking it first."""
     if request.method in _SAFE:
         return
     sent = request.headers.get("content-type")
@@ -93,10 +93,10 @@ async def json_only(request: Request) -> None:
 class BrowserGuard:
     """ASGI middleware: web pages of others cannot use a browser's way to this server.
 
-    Where there is no key, 403 for requests that a browser sends for a page of another origin, and
-    for those to loopback under the name of a host that is not this one: a name that a page's owner
-    lets point here. With --allowed-hosts other names are refused everywhere. Pages that
-    --cors-origins names may do all, those of others behind its '*' not what operates the server.
+    Without a key, answers 403 to requests that a browser sends for a page of another origin. The
+    same holds for requests to loopback under the name of another host, which a page's owner lets
+    point here. With --allowed-hosts other names are refused everywhere. Pages that --cors-origins
+    names may do all, those of others under its '*' not what operates the server.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: Keys) -> None:

@@ -1,7 +1,7 @@
-"""Which statuses each route answers with, beside 200: one table, which /openapi.json repeats.
+"""Which statuses each route answers with, besides 200: one table, which /openapi.json repeats.
 
-What every HTTP server may answer (400 for what is no request, 405 for another method, 500 for a
-fault of ours) belongs to no route and is not in it.
+It leaves out what every HTTP server may answer: 400 for what is no request, 405 for another method,
+500 for a fault of ours.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How often a busy front end takes what engines send: tokens that gather share one event.
 
 Most of what a streamed token costs is per event. Where thousands of tokens a second keep the event
-loop's thread busy for more than two fifths of the time, it therefore takes turns: what comes
-between two of them is one event per stream. A turn waits 20 ms at most, and none where the thread
-has time or is busy with something else.
+loop's thread busy for more than two fifths of the time, it takes turns. What comes between two of
+them is one event per stream. A turn waits 20 ms at most, and none where the thread has time or is
+busy with something else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Turns:
 
 
 def joined(first: Tokens, then: Tokens) -> Tokens:
-    """Two messages of one choice, one behind the other, as one. The first must not be its last."""
+    """Two messages of one choice, one after the other, as one. The first must not be its last."""
     assert first.rid == then.rid and first.finish is None
     logprobs = None
     if first.logprobs is not None or then.logprobs is not None:

@@ -1,7 +1,7 @@
 """uvicorn, with bounds on what clients can hold: connections, heads, bodies, and time.
 
-Clients that stall must not keep what others need. The kernel drops those that read nothing; a head
-that does not come is dropped here, a body in bodies.py; and where connections run out, those that
+Clients that stall must not keep what others need. The kernel drops those that read nothing. A head
+that does not come is dropped here, a body in bodies.py. And where connections run out, those that
 ask nothing make room, the longest idle first. What comes is parsed in small parts, connection by
 connection: a quarter of a megabyte may hold thousands of requests, chunks or headers.
 """

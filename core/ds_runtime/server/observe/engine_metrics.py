@@ -25,7 +25,7 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "snapshots_kept",
         "state_snapshots_kept",
         GaugeMetricFamily,
-        "snapshots that later prompts can go on from; answers under way have others",
+        "snapshots that later prompts can continue from, without those of answers under way",
     ),
     (
         "snapshot_hits",
@@ -148,7 +148,7 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "preemptions",
         "num_preemptions",
         CounterMetricFamily,
-        "requests that gave their pages back to go on later",
+        "requests that gave their pages back and continue later",
     ),
     (
         "broken",
@@ -178,7 +178,7 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "prefix_waits",
         "prefix_waits",
         CounterMetricFamily,
-        "choices that waited while another one computed the beginning of their prompt",
+        "choices that waited while another choice computed the beginning of their prompt",
     ),
     (
         "mask_seconds",

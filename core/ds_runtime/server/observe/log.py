@@ -1,7 +1,7 @@
 """What the server writes: one line per event, for people or as JSON, and the access log.
 
 No line holds a prompt, an answer, a key or a query string, at any level. Lines are written by a
-thread of their own, so that a reader who stalls (a full pipe, a slow disk) stalls no request: when
+thread of their own, so that a reader who stalls (a full pipe, a slow disk) stalls no request. When
 too many wait, new ones are dropped, and counted.
 """
 

@@ -54,5 +54,7 @@ export function quantile(now, before, name, q) {
 
 export function seconds(value) {
   if (value === null) return "–";
-  return value < 1 ? `${(value * 1000).toPrecision(2)} ms` : `${value.toPrecision(2)} s`;
+  // Two digits, without an exponent.
+  const two = (v) => Number(v.toPrecision(2)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return value < 1 ? `${two(value * 1000)} ms` : `${two(value)} s`;
 }

@@ -40,7 +40,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one choice. `every` holds them in order. Text inside a call comes behind it."""
+    """The blocks of one choice. `every` holds them in order. Text inside a call comes after it."""
 
     def __init__(self) -> None:
         self.every: list[Block] = []

@@ -15,7 +15,7 @@ _CLEAR_ABOVE, _COMPACT_ABOVE = 100_000, 150_000  # tokens of a prompt
 
 
 def check_edits(wished: Json | None, messages: Sequence[Json], tokens: int) -> None:
-    """RequestError for the first edit that would change a prompt of so many tokens."""
+    """RequestError for the first edit that would change a prompt of this many tokens."""
     name = "context_management"
     only(wished or {}, name, ("edits",))
     edits = (wished or {}).get("edits")

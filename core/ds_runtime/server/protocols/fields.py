@@ -3,7 +3,7 @@
 Clients send every field that they know, on any route. One that a route does not act on is accepted
 there where it asks for what happens anyway, and refused where it would change the answer. What asks
 for nothing is neutral of any field: null, false, "" and []; but no false where true is what happens
-anyway. Here stand, for each protocol, the fields with what else is neutral of them. `body.py` alone
+anyway. Here are, for each protocol, the fields with what else is neutral of them. `body.py` alone
 reads the tables.
 """
 

@@ -62,7 +62,7 @@ _NAMES = {
 class GenerateRequest(Body):
     """POST /generate: exactly one of `text` and `input_ids`, each one prompt or a list of them.
 
-    What may be a list beside these has an entry for each prompt; a null is one that was left out.
+    What may be a list besides these has an entry for each prompt; a null is one that was left out.
     """
 
     PER_PROMPT: ClassVar[bool] = True

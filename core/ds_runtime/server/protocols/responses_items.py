@@ -10,11 +10,11 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def messages_of(items: Iterable[Json]) -> tuple[list[Json], list[str]]:
-    """Chat messages and where each stood. RequestError for an item that is none.
+    """Chat messages and where each was. RequestError for an item that is none.
 
-    What the assistant did in a row is one message: reasoning, then text, then calls. Behind a call
-    all of it is, for the next turn needs the call's result first: an answer may have text between
-    its calls and behind them, and comes back as it went. A call that was cut is none, unless it has
+    What the assistant did in a row is one message: reasoning, then text, then calls. After a call
+    all of it is, for the next turn needs the call's result first. An answer may have text between
+    its calls and after them, and comes back as it went. A call that was cut is none, unless it has
     a result.
     """
     items = list(items)

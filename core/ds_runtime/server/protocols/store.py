@@ -31,7 +31,7 @@ class Kept:
     """Answers that may be asked for again, and the conversation up to them.
 
     Where they become too many, whoever keeps the most loses his oldest one, and `dropped` is
-    called: nobody loses any as long as he keeps no more than an equal share.
+    called. Nobody loses any as long as he keeps no more than an equal share.
     """
 
     def __init__(self, dropped: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +48,7 @@ class Kept:
         return Shelf(self, owner, share)
 
     def put(self, name: _Name, share: str, answer: Any, history: Any) -> None:
-        """Keep an answer and what a next request goes on from, both as JSON would have them."""
+        """Keep an answer and what a next request continues from, both as JSON would have them."""
         self.drop(name)
         entry = share, msgspec.json.encode(answer), msgspec.json.encode(history)
         self._answers[name] = entry
@@ -76,7 +76,7 @@ class Kept:
         self.num_bytes += size
 
     def get(self, name: _Name) -> tuple[bytes, bytes] | None:
-        """An answer and what goes on from it, as JSON; None if it is not kept."""
+        """An answer and what continues from it, as JSON; None if it is not kept."""
         entry = self._answers.get(name)
         return None if entry is None else entry[1:]
 
@@ -88,7 +88,7 @@ class Shelf:
         self._kept, self._owner, self._share = kept, owner, share
 
     def put(self, name: str, answer: Any, history: Any) -> None:
-        """Keep an answer and what a next request goes on from."""
+        """Keep an answer and what a next request continues from."""
         self._kept.put((self._owner, name), self._share, answer, history)
 
     def drop(self, name: str) -> None:
@@ -101,6 +101,6 @@ class Shelf:
         return None if entry is None else entry[0]
 
     def history(self, name: str) -> Any:
-        """What a next request goes on from; None if it is not kept."""
+        """What a next request continues from; None if it is not kept."""
         entry = self._kept.get((self._owner, name))
         return None if entry is None else msgspec.json.decode(entry[1])

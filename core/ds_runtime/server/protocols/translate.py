@@ -16,10 +16,10 @@ Pattern = tuple[str | type[int], ...]
 
 
 class ClientNames:
-    """Where each part of a chat request stood in the client's own body.
+    """Where each part of a chat request was in the client's own body.
 
     paths: one per chat message. fields: how chat's path begins → the client's; the first that fits
-    counts, and an index, `int`, is kept. inside: the same behind the path of a message.
+    counts, and an index, `int`, is kept. inside: the same after the path of a message.
     """
 
     def __init__(

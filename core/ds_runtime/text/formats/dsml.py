@@ -1,7 +1,7 @@
 """V3.2's prompt encoding, which its checkpoint has no template for: DSML tool calls, two modes.
 
 Follows the fixture that DeepSeek publishes with the model, byte for byte. In chat mode a turn of
-the assistant begins with `</think>`; in thinking mode the turns after the last user message begin
+the assistant begins with `</think>`. In thinking mode the turns after the last user message begin
 with `<think>` and keep their reasoning, earlier ones lose it.
 """
 

@@ -1,6 +1,6 @@
 """V4's prompt encoding, which its checkpoint has no template for: efforts, DSML calls, two modes.
 
-Follows `deepseek-recipe`, DeepSeek's own encoder, token by token. System messages stand first,
+Follows `deepseek-recipe`, DeepSeek's own encoder, token by token. System messages are first,
 wherever they were sent. Results of tools are part of the user's turn. In thinking mode, which is
 the default, earlier turns keep their reasoning where there are tools and lose it where there are
 none.

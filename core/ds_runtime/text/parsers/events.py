@@ -57,7 +57,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """The events of one choice, in order, and added up: text that goes on is one event."""
+    """The events of one choice, in order, and added up: text that continues is one event."""
 
     _over: list[Event] = field(default_factory=list)
     _last: Reasoning | Content | CallArguments | None = None

@@ -1,8 +1,8 @@
 """JSON objects in pieces: what comes out is always the beginning of a valid object.
 
 Valid JSON passes unchanged. What models get wrong is mended as it comes: missing closers, colons
-and commas, spare commas, control characters and bad escapes in strings, words that are no JSON
-(quoted; Python's True, False and None translated).
+and commas, spare commas, and control characters and bad escapes in strings. Words that are no JSON
+are quoted. Python's True, False and None are translated.
 
 A marker ends the JSON, but not inside a string. What looks like a string may be one that the model
 never closed: from a canonical marker in it on, nothing is certain until the string's end. What

@@ -50,7 +50,7 @@ class Markers:
         return self._found((self._loose if loose else self._exact).search(text, pos))
 
     def at(self, text: str, pos: int, loose: bool = False) -> Found | None:
-        """The marker that stands at `pos`, or None."""
+        """The marker that is at `pos`, or None."""
         return self._found((self._loose if loose else self._exact).match(text, pos))
 
     def _found(self, match: re.Match[str] | None) -> Found | None:

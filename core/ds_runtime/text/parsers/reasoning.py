@@ -1,7 +1,7 @@
 """Reasoning apart from the answer, while the text comes.
 
 Whether a text begins inside reasoning is read from the end of the rendered prompt, never from a
-flag: after a tool result, for one, the same template may open it or not.
+flag. After a tool result, for one, the same template may open it or not.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _begin(prompt: str, style: str) -> _State:
 
 
 def opening(style: str, prompt: str) -> str:
-    """Whether reasoning comes first behind `prompt`: "open" (it does), "optional" (if the model
+    """Whether reasoning comes first after `prompt`: "open" (it does), "optional" (if the model
     opens it) or "none".
     """
     begun = _begin(prompt, style)

@@ -25,7 +25,7 @@ class ValueKind(Enum):
 class TagToolParser(ToolCallParser):
     """Arguments come out as one JSON object: text values while they come, others whole.
 
-    A text value is raw and goes on to the tag that ends values: other closing tags, and those of
+    A text value is raw and continues to the tag that ends values: other closing tags, and those of
     lenient spelling, end it only where the output ends without one.
     """
 

@@ -29,7 +29,7 @@ def mapping(key: str, value: object) -> Mapping[str, Any]:
 
 
 def rows(format: str, scale: str = "weight_scale") -> Encoding:
-    """Codes one by one in [out, in], with scales beside them."""
+    """Codes one by one in [out, in], with scales next to them."""
     return Encoding(format, "rows", {"weight": "weight", "scale": scale})
 
 
@@ -48,7 +48,7 @@ def in_blocks(key: str, kind: str, size: object, scale: str = "weight_scale") ->
 
 
 def with_input_scale(encoding: Encoding, name: str = "input_scale") -> Encoding:
-    """The same, where a static scale of activations may lie beside it."""
+    """The same, where a static scale of activations may lie next to it."""
     return Encoding(
         encoding.format,
         encoding.layout,

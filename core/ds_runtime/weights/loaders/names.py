@@ -37,8 +37,8 @@ def is_routed(module: str) -> bool:
 class ModuleNames:
     """Entries of an `ignore`, `exclude` or `targets` list; `in` asks for one module.
 
-    "re:…" is a regex that must match the beginning of the module's path; an entry with *, ? or [
-    is a glob for the path or a parent of it; anything else names whole parts of the path
+    "re:…" is a regex that must match the beginning of the module's path. An entry with *, ? or [ is
+    a glob for the path or a parent of it. Anything else names whole parts of the path
     ("self_attn.o_proj", "model.layers.61", "lm_head"), with or without a dot at either end
     ("model.layers.0.", ".self_attn."). The leading "model." may be left out.
     """

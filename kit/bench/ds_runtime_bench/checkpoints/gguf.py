@@ -223,7 +223,7 @@ def _check(c: ModelConfig) -> None:
         raise UnsupportedError("topk_method group_limited_greedy has no GGUF counterpart")
     if (y := c.yarn) is not None and y.mscale != y.mscale_all_dim:
         raise UnsupportedError(
-            f"mscale {y.mscale} beside mscale_all_dim {y.mscale_all_dim}: GGUF knows one of both"
+            f"mscale {y.mscale} and mscale_all_dim {y.mscale_all_dim}: GGUF knows one of both"
         )
 
 

@@ -87,17 +87,17 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
 
 
 COMPARE_ABOUT = """\
-Times this runtime and another engine on the same machine in turns, with the same shapes: decode
-steps of each batch size after prompts of --input-len tokens, and the prefill of one prompt.
+Times this runtime and another engine in turns, on the same machine and with the same shapes. It
+times decode steps of each batch size after prompts of --input-len tokens, and one prompt's prefill.
 
-llama.cpp is measured by its own llama-bench and llama-batched-bench on a GGUF file, which may be
-quantised as one likes (`bench make-gguf` writes a checkpoint's weights as one). transformers reads
-the checkpoint itself. Both engines must fit into memory beside each other.
+llama.cpp is measured by its own llama-bench and llama-batched-bench. They read a GGUF file of any
+quantisation (`bench make-gguf` writes one from a checkpoint). transformers reads the checkpoint
+itself. Both engines must fit into memory together.
 """
 
 
 def _compare(kinds: _SubParsersAction[Any]) -> None:
-    about = "rates beside those of another engine, turn by turn"
+    about = "compare rates with another engine, turn by turn"
     parser = kinds.add_parser("compare", help=about, description=COMPARE_ABOUT)
     parser.add_argument("--engine", required=True, choices=("llama.cpp", "transformers"))
     parser.add_argument(
@@ -142,7 +142,7 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
         default=True,
         help="also compare the MTP layer's drafts (default: on)",
     )
-    about = "also ask for tool calls behind prose, in prompts of N tokens"
+    about = "also ask for tool calls after prose, in prompts of N tokens"
     parser.add_argument("--behind", type=int, nargs="+", default=[], metavar="N", help=about)
     about = "also ask for keys that are planted in prose, in prompts of N tokens"
     parser.add_argument("--planted", type=int, nargs="+", default=[], metavar="N", help=about)

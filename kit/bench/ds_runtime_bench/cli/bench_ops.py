@@ -14,13 +14,13 @@ from ds_runtime_bench.cli.show import show
 from ds_runtime_bench.shapes import DTYPES, SHAPES
 
 OPS_ABOUT = """\
-Times every distinct (op, local shape, weight format) of a model on this device with random inputs,
-and holds it against the read bandwidth and the matmul rates that it measures first.
+Times every distinct (op, local shape, weight format) of a model on this device, with random inputs.
+It compares them with the read bandwidth and the matmul rates, which it measures first.
 
-Where the model does not fit into the last-level cache, calls take turns over copies of their
-weights (for decode attention: of the cache) that are together twice as large as that cache, so that
-each call reads them from memory, as in the model. A figure says so if --memory was too small for
-that; of experts only as many are made as fit. Activations stay in caches, as they do in the model.
+If the model does not fit into the last-level cache, calls take turns over copies of their weights,
+or of the cache for decode attention. All copies together are twice as large as the last-level
+cache, so that each call reads them from memory, as in the model. A figure says if --memory was too
+small for that. Only as many experts are made as fit. Activations stay in caches, as in the model.
 """
 
 
@@ -41,7 +41,7 @@ def add(kinds: _SubParsersAction[Any]) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="beside those of the plan, marked *: others that accept the site, or 'all' of them",
+        help="more kernels than those of the plan, marked *: names, or 'all' that accept the site",
     )
     parser.add_argument(
         "--context", type=int, default=512, metavar="N", help="cached tokens (default: 512)"

@@ -49,7 +49,7 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     group.add_argument(
         "--flush-cache", action="store_true", help="empty its prefix cache before the load"
     )
-    group = parser.add_argument_group("beside another server")
+    group = parser.add_argument_group("compare with another server")
     group.add_argument(
         "--compare", metavar="URL", help="take turns with it; medians of both, and their ratios"
     )
@@ -72,7 +72,7 @@ def add(kinds: _SubParsersAction[Any]) -> None:
         *("--max-concurrency", "--concurrency"),
         type=int,
         metavar="N",
-        help="at most so many sessions at once",
+        help="the most sessions at once",
     )
     group.add_argument(
         *("--num-prompts",),

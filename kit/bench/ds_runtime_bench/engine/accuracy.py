@@ -46,7 +46,7 @@ def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
 def behind(
     llm: LLM, entries: Sequence[Mapping[str, Any]], prose: Sequence[str], tokens: int
 ) -> list[dict[str, Any]]:
-    """The entries with a system text before their tools: so much prose that a prompt has about
+    """The entries with a system text before their tools: this much prose that a prompt has about
     `tokens` tokens in all. Each begins with another passage."""
     made, encode = [], llm.tokenizer.encode
     for i, entry in enumerate(entries):
@@ -172,8 +172,8 @@ def run(
 ) -> dict[str, Any]:
     """Load the engine with these EngineConfig fields and score it; `limit` entries per kind.
 
-    lengths: ask for tool calls behind prose, too, in prompts of so many tokens.
-    planted: ask for keys that are planted in prose, too, in prompts of so many tokens.
+    lengths: ask for tool calls after prose, too, in prompts of this many tokens.
+    planted: ask for keys that are planted in prose, too, in prompts of this many tokens.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
@@ -240,7 +240,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
     shown = [("sums", scores["sums"]), ("tool calls", scores["tools"])]
     shown.append(("sums under schemas", scores["schemas"]))
-    shown += [(f"tool calls behind {n:,} tokens", s) for n, s in scores["behind"].items()]
+    shown += [(f"tool calls after {n:,} tokens", s) for n, s in scores["behind"].items()]
     shown += [(f"planted keys in {n:,} tokens", s) for n, s in scores["planted"].items()]
     for name, s in shown:
         lines.append(

@@ -2,13 +2,12 @@
 
 Both get the same shapes: decode steps of some batches after short prompts, and the prefill of one
 long prompt. Engines that Python can load stay loaded in processes of their own and wait while the
-other is timed; llama.cpp's own benchmark programs run anew at each of their turns. A round is one
+other is timed; llama.cpp's own benchmark programs run again at each of their turns. A round is one
 turn of each with every case, in alternating order; figures are medians over rounds, and every round
 is kept.
 
-Memory that other machines share has more than one speed: both engines time a case right after each
-other, and memory is read before, between and behind, so that many turns in which it changed can be
-told, and those of one speed be taken together.
+Memory that other machines share has more than one speed. Both engines time a case right after each
+other. Memory is read before, between and after, so that turns of one speed can be taken together.
 """
 
 from __future__ import annotations
@@ -332,7 +331,7 @@ def run(
 def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
     """Rounds whose readings of memory agree, those of the same speed together, the slowest first.
 
-    reads: of each round, bytes per second before, between and behind the turns. What happened
+    reads: of each round, bytes per second before, between and after the turns. What happened
     within a turn they do not tell.
     """
     steady = sorted((max(r), i) for i, r in enumerate(reads) if max(r) <= STEADY * min(r))

@@ -83,8 +83,8 @@ def planted(
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, str]]:
-    """The messages of a prompt of about `tokens` tokens: a system text of the passages from `first`
-    on, in which the entry's fact stands at its depth (0 to 1) where a word ends, then its question.
+    """The messages of a prompt of about `tokens` tokens. The system text is the passages from
+    `first` on, with the entry's fact at its depth (0 to 1) where a word ends. Its question follows.
     """
     fact, question = entry["fact"], entry["messages"]
     said = fact + "".join(m["content"] for m in question)

@@ -1,7 +1,7 @@
-"""Which speculation pays: chains and trees of several sizes beside plain decode, in one run.
+"""Which speculation pays: chains and trees of several sizes and plain decode, in one run.
 
 Prompts are the checkpoint's held-out tool calls, where it has some, and random ones else, for which
-an acceptance can be simulated; then requests sample at a temperature of 1, because greedy
+an acceptance can be simulated. Then requests sample at a temperature of 1, because greedy
 continuations of random weights repeat themselves and so choose fewer experts than real ones. A
 figure is decode alone: the time of all tokens less that of the first, medians over runs.
 """

@@ -2,7 +2,7 @@
 
 Sites with the same op, local shape and weight format count once. Weights, and the caches of decode
 attention, are kept out of the last-level cache by taking turns over copies, where the model as a
-whole would not fit into it; activations are not, as they stay in caches between ops. Torch-free
+whole would not fit into it. Activations are not, as they stay in caches between ops. Torch-free
 until something is timed, so that a platform's environment is set before torch is loaded.
 """
 
@@ -105,7 +105,7 @@ def assembled(
             )
         return assemble(config, explicit)
     if "model" in explicit:
-        raise ConfigError(f"--shape {shape}: beside --model; give one of both")
+        raise ConfigError(f"--shape {shape}: --model is given, too; give one of both")
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / shape
         named.mkdir()

@@ -33,7 +33,7 @@ def decode_step(
 def step_bytes(
     assembly: Assembly, tokens: Sequence[int], context: int, only: Sequence[str] = ()
 ) -> dict[int, dict[str, OpWork]]:
-    """What decode steps of so many sequences must read, by op; `only` these."""
+    """What decode steps of this many sequences must read, by op; `only` these."""
     base = assembly.binding.base
     found: dict[int, dict[str, OpWork]] = {n: {} for n in tokens}
     for site, kernel in assembly.binding.choices:

@@ -1,8 +1,8 @@
 """Every op as calls that can be timed, as its contract declares them, with inputs of true sizes.
 
-A subject is one method of one kernel at one number of tokens, with its minimal work. Its calls
-take turns over copies of the weights (or caches), so that each finds them where the model would:
-in memory, where the whole model does not fit into the last-level cache.
+A subject is one method of one kernel at one number of tokens, with its minimal work. Its calls take
+turns over copies of the weights (or caches), so that each finds them where the model would. That is
+in memory if the whole model does not fit into the last-level cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Memory:
         return max(1, min(wanted, self.most // int(nbytes)))
 
     def cold(self, nbytes: float, copies: int) -> bool:
-        """Whether so many copies cannot all stay in the cache, or need not leave it."""
+        """Whether this many copies cannot all stay in the cache, or need not leave it."""
         return self.model <= self.cache or nbytes * copies > self.cache
 
 

@@ -21,7 +21,7 @@ Send = Callable[[Prompt, float], Awaitable[Answer]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`rate`: sessions per second, infinite for all at once; `concurrency`: at most so many run.
+    """`rate`: sessions per second, infinite for all at once; `concurrency`: at most this many run.
 
     Gaps of a finite rate are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson
     process, less comes in bursts, more is even.

@@ -26,7 +26,7 @@ _FLUSHES = ("/flush_cache", "/reset_prefix_cache")  # ours first; the other is a
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What every request says beside its prompt. `extra` are further fields of the body, `ids`
+    """What every request says besides its prompt. `extra` are further fields of the body, `ids`
     asks for token ids where the server knows how to return them."""
 
     endpoint: str = CHAT
@@ -121,7 +121,7 @@ async def _flush(target: Target) -> None:
     said = body[:200].decode(errors="replace")
     raise ConfigError(
         f"{target.url}{path}: HTTP {status}: {said}: its prefix cache cannot be emptied; leave "
-        "--flush-cache out, and start the server anew"
+        "--flush-cache out, and restart the server"
     )
 
 

@@ -45,7 +45,7 @@ class Prompt:
 
 
 class Words:
-    """Draws texts of so many tokens. Without a tokenizer a token is a short English word."""
+    """Draws texts of this many tokens. Without a tokenizer a token is a short English word."""
 
     def __init__(self, seed: int, tokenizer: Tokenizer | None, chat: bool) -> None:
         self._draw = random.Random(seed)
@@ -122,7 +122,7 @@ def shared_prefix(
 
 
 def from_file(path: Path, count: int | None, output_len: int, chat: bool) -> list[Prompt]:
-    """One prompt per line: {"prompt": text} or {"messages": [...]}, and "max_tokens" if it likes.
+    """One prompt per line: {"prompt": text} or {"messages": [...]}, and "max_tokens" if needed.
 
     The file is gone through again where `count` is larger. ConfigError names a line at fault.
     """

@@ -19,7 +19,7 @@ _Begin = tuple[Sequence[int] | Sequence[str], tuple[dict[str, Any], ...]]  # sys
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What comes after an answer: `said` (its `text` or `ids`), `pause` seconds behind it."""
+    """What comes after an answer: `said` (its `text` or `ids`), `pause` seconds after it."""
 
     said: Prompt
     pause: float = 0.0
@@ -76,7 +76,7 @@ def follow(prompt: Prompt, answer: Answer, step: Step) -> Prompt:
 def agent_sessions(
     words: Words, count: int, systems: int, agent: Agent, chat: bool
 ) -> list[Session]:
-    """`count` sessions, in turn behind each of `systems` system prompts; nothing else in common."""
+    """`count` sessions, in turn after each of `systems` system prompts; nothing else in common."""
     begins = [_begin(words, agent.shared, chat) for _ in range(systems)]
     return [_session(words, begin, agent, chat) for begin in islice(cycle(begins), count)]
 

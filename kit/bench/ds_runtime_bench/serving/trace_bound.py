@@ -2,9 +2,12 @@
 
     python trace_bound.py FILE
 
-Each line of FILE, in the order of sending, is a request: {"prompt": ids, "answer": ids, "cached":
-the tokens that the server took from its cache, or null, "warmup": whether it was sent before the
-measurement}. A prompt's bound is its longest common beginning, in token ids, with any earlier
+Each line of FILE is a request, in the order of sending:
+
+    {"prompt": ids, "answer": ids, "cached": tokens, "warmup": bool}
+
+`cached` tokens came from the server's cache; null: it does not say. `warmup`: it was sent before
+the measurement. A prompt's bound is its longest common beginning, in token ids, with any earlier
 prompt followed by its answer. Warm-ups are earlier prompts and count no further.
 """
 
@@ -22,7 +25,7 @@ _BYTES = 4  # of an id
 
 class Known:
     """Sequences of ids that were seen, in the order of a dictionary: the one with the longest
-    common beginning stands next to where another belongs."""
+    common beginning is next to where another belongs."""
 
     def __init__(self) -> None:
         self.tokens = 0  # that memory holds where common beginnings are kept once
@@ -67,7 +70,7 @@ def _common(one: bytes, other: bytes) -> int:
 
 def bounds(requests: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[list[int], int]:
     """For (prompt, answer) in the order of sending: each prompt's bound, and the tokens that
-    unlimited memory holds behind the last one."""
+    unlimited memory holds after the last one."""
     known, out = Known(), []
     for prompt, answer in requests:
         out.append(known.common(prompt))

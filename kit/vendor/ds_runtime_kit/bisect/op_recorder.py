@@ -1,8 +1,8 @@
 """Every op call of a running model as a case of its own, judged where it happened.
 
 A `WatchedOps` stands in for the runner's bound ops. Each call is recorded with copies of its
-inputs, caches cut to the pages that it uses and experts to those that were chosen, and handed to
-`on_call` with what the kernel made of it.
+inputs. Caches are cut to the pages that it uses, and experts to those that were chosen. The copies
+are handed to `on_call` with what the kernel made of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call did beside its results: what it wrote, kept, returned views of, or raised."""
+"""What a call did besides its results: what it wrote, kept, returned views of, or raised."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def strayed(written: list[tuple[Tensor, Tensor, Tensor]]) -> str:
         same = torch.equal(storage_bytes(tensor), around)
         tensor.copy_(got)
         if not same:
-            return "writes beside the argument that it was to write"
+            return "writes outside the argument that it was to write"
     return ""
 
 

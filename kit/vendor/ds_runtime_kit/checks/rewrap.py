@@ -1,6 +1,6 @@
-"""Weights as loaders may hand them over: strided, at odd addresses, wrapped anew, several at once.
+"""Weights as loaders may hand them over: strided, at odd addresses, wrapped again, several at once.
 
-Whatever a kernel knows of a weight must be in the `Weight` and in its `Packed`; what it hangs on a
+Whatever a kernel knows of a weight must be in the `Weight` and in its `Packed`. What it hangs on a
 tensor object or keeps in itself is lost or belongs to another weight.
 """
 
@@ -19,7 +19,7 @@ from ds_runtime_kit.checks.inputs import rebuild
 
 
 def weight_variants(case: Case) -> Iterator[tuple[Case, Callable[[Any], Any]]]:
-    """The case with its weight in other clothes, and what is to stand around the kernel."""
+    """The case with its weight in other clothes, and what is to be around the kernel."""
     pack = case.calls[0]
     if pack.method != "pack":
         return
@@ -27,7 +27,7 @@ def weight_variants(case: Case) -> Iterator[tuple[Case, Callable[[Any], Any]]]:
         args = (rebuild(pack.args[0], _of_tensors(change)), *pack.args[1:])
         calls = (replace(pack, args=args), *case.calls[1:])
         yield replace(case, label=f"{case.label}, {label}", calls=calls), lambda target: target
-    yield replace(case, label=f"{case.label}, wrapped anew"), _Rewrapped
+    yield replace(case, label=f"{case.label}, wrapped again"), _Rewrapped
 
 
 def _of_tensors(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:

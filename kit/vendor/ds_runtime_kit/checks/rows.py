@@ -1,7 +1,7 @@
 """Batch invariance: a row gives the same bits alone, at another place, and among others.
 
 Cases are taken apart into calls of some of their rows (of some sequences, for attention), which
-run beside the whole one; nothing is compared with an oracle here.
+run next to the whole one; nothing is compared with an oracle here.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser(
         "bisect",
         help="find the first kernel that departs from the reference",
-        description="Run prompts (or built-in ones) with the plan's kernels, hold every op call "
-        "against the reference in float64 on the same inputs, and name the first that departs by "
-        "more than its tolerance. Its inputs are written to a file that "
-        "ds-runtime conform --case replays. Before, a third party's loader is asked for its "
-        "samples, as by ds-runtime conform. Exit code 1 if one departs.",
+        description="Run prompts (or built-in ones) with the plan's kernels, and compare every op "
+        "call with the reference in float64 on the same inputs. The first call that departs by "
+        "more than its tolerance is named. Its inputs are written to a file for ds-runtime conform "
+        "--case. Before, the samples of a third party's loader are checked, as by ds-runtime "
+        "conform. Exit code 1 if one departs.",
     )
     parser.add_argument("prompt", nargs="*", help="(default: built-in ones)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of decode (default: 3)")

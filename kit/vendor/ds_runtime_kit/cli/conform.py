@@ -29,11 +29,11 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser(
         "conform",
         help="hold a plugin's kernels and loaders against their contracts",
-        description="Run every kernel that the named plugins (or all) offer for the device that is "
-        "here over its op's samples, shapes and formats, against the reference in float64, read "
-        "their loaders' own samples in every cut, and write a receipt that ds-runtime plan shows. "
-        "Mode perf times kernels, mode support says which op, kernel and format is served on which "
-        "described device.",
+        description="Run every kernel of the named plugins (or of all) on the device that is here. "
+        "Each runs over its op's samples, shapes and formats, against the reference in float64. "
+        "Samples of the plugins' loaders are read in every cut. The result is a receipt that "
+        "ds-runtime plan shows. Mode perf times kernels. Mode support says which op, kernel and "
+        "format runs on which described device.",
     )
     parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
     parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
@@ -164,7 +164,7 @@ def _ranks(plugins: list[str] | None, args: Namespace) -> int:
     if args.ranks < 2:
         raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
     if args.plugin or args.op or args.kernel or args.check or args.case:
-        raise ConfigError("--ranks: asks the platform's communicator alone: name no kernels beside")
+        raise ConfigError("--ranks: tests the platform's communicator alone: name no kernels")
     found = list(runs.check_ranks(args.platform, plugins, args.ranks))
     lines = [json.dumps(runs.as_dict(found), indent=1)] if args.json else runs.as_lines(found)
     print("\n".join(lines))

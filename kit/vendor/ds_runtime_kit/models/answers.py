@@ -1,7 +1,7 @@
 """What it means that two engines answer alike.
 
 With `--batch-invariant` the same engine gives the same bits: `bits`. Elsewhere another order of
-sums shows: in float32 tokens are equal and log-probabilities nearly so (`check_float32`); in
+sums shows: in float32 tokens are equal and log-probabilities nearly so (`check_float32`). In
 bfloat16 and FP8 the first different token was nearly as likely, and a text is scored nearly alike
 (`check_coarse`). All take the outputs of `LLM.generate`.
 """
@@ -45,7 +45,7 @@ def check_float32(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float =
 def check_coarse(
     ours: Sequence[Any], theirs: Sequence[Any], scored_by: LLM | None = None, near: float = NEAR
 ) -> None:
-    """Raises AssertionError unless the first different token of each pair of greedy answers stands
+    """Raises AssertionError unless the first different token of each pair of greedy answers is
     at a near-tie. Answers have the log-probabilities of two alternatives at least. scored_by: the
     engine of `ours`, by which the texts of `theirs` are scored `near` enough, too.
     """

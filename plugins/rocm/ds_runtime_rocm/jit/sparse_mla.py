@@ -99,7 +99,7 @@ def wide(heads, latent, rope, dtype, out_dtype, heads_block, block, stages, thre
     """As `shares`, for compute capability 9.0, 64 heads that divide `heads` and 64 of `rope`.
 
     Of three warpgroups the first scores a tile and weighs the left half of the values, the second
-    weighs the right half, the third fetches: a tile is fetched while the one before is computed.
+    weighs the right half, the third fetches. A tile is fetched while the one before is computed.
     """
     rows, count = T.dynamic("rows"), T.dynamic("count")
     many, tokens = T.dynamic("many"), T.dynamic("tokens")

@@ -84,7 +84,7 @@ def absorb_kernel(
     The rows [first, …) of a head's part of w [heads · head_rows, width] are used. DOWN: n goes over
     rows and k over columns; otherwise k over rows and n over columns. GROUP_K: 0 for a dense w,
     else w is e4m3 with w_scale [⌈rows / GROUP_N⌉, scale_width], a column per GROUP_K; UNIFORM: a
-    tile lies in one of these blocks. Not DOWN: behind [tokens, heads, rest] is copied to out[t, h,
+    tile lies in one of these blocks. Not DOWN: after [tokens, heads, rest] is copied to out[t, h,
     N:]. REST ≥ rest. EVEN: tiles of w end where N and K do. TILES: of tokens that a program takes
     with the same tile of w, BLOCK_K then being at least K; 0: one, in steps of BLOCK_K.
     """

@@ -1,6 +1,6 @@
 """Matmul with packed weights that become numbers on chip: one product, for linears and experts.
 
-Columns come in spans of PLANES · WIDTH, a row's span being WIDTH words (jit/decode.py); the rows of
+Columns come in spans of PLANES · WIDTH, a row's span being WIDTH words (jit/decode.py). The rows of
 a span lie together, so that a tile reads one piece of memory. SCALES per span: 0 (only a row has
 one), 1 (the sum over the span is multiplied), or one per plane (weights are, before the product).
 """
@@ -172,8 +172,8 @@ def coded_product(
     """Tokens at x_rows times weight rows n, over spans first … last − 1: fp32 [BLOCK_M, BLOCK_N],
     or with SWAP its transpose. STEP spans are taken at once; it divides last − first.
 
-    words [spans, N, WIDTH]; scale [groups, N], or of bytes [spans, N] with those of a span in one
-    word; zero [groups, N] int8; row_scale [N]. lead: columns of nothing before the first. A8: x is
+    words [spans, N, WIDTH]; zero [groups, N] int8; row_scale [N]. scale: [groups, N], or of bytes
+    [spans, N] with those of a span in one word. lead: columns of nothing before the first. A8: x is
     e4m3 with x_scale and x_less [groups, tokens], see quantise_kernel.
     """
     span_columns: tl.constexpr = PLANES * WIDTH

@@ -1,9 +1,9 @@
 """Tiles of packed codes to tiles of numbers: one helper per kind of code.
 
 A word of 16 bits holds one code of each of 4 planes (4 bits) or 2 planes (8 bits), plane 0 in the
-low bits: the columns of a plane are neighbours, so a word's codes are never rearranged. PTX works
-on two words in one register, with bit operations on both halves; it makes bfloat16. Without it
-the same is written for every device and dtype.
+low bits. The columns of a plane are neighbours, so a word's codes are never rearranged. PTX works
+on two words in one register, with bit operations on both halves; it makes bfloat16. Without it the
+same is written for every device and dtype.
 """
 
 from __future__ import annotations

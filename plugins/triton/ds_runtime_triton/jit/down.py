@@ -147,7 +147,7 @@ def down_direct_kernel(
     """One token: Σ over its experts of weight · (h · downᵀ): out [tokens, N]. Its experts are
     shared out to SPLIT programs, of which the last to come adds up.
 
-    The one token stands BLOCK_M times in the tile: the matrix unit takes no fewer.
+    The one token is BLOCK_M times in the tile: the matrix unit takes no fewer.
     """
     follow(PDL)
     tile, split, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)

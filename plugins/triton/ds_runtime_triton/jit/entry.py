@@ -1,7 +1,7 @@
 """What every kernel that is launched begins with, and how it is launched.
 
 Where configs/<arch>/launch.json says PDL, a kernel may be launched before the one in front of it
-has ended (programmatic dependent launch): its programs take the places that become free, and wait
+has ended (programmatic dependent launch). Its programs take the places that become free, and wait
 for the other's writes. Every kernel waits before it writes, or reads anything but weights, so that
 the end of one is the end of all before it.
 """

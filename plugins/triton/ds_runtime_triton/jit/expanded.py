@@ -43,9 +43,9 @@ def mha_decode_kernel(
     TREE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one row over its share of the tokens: out [rows, heads, width], or of several
-    splits partial [rows, heads, splits, width] float32 and sums [rows, heads, splits], the log2 of
-    the sums of weights. `scale` holds log2(e). TREE: as in mla_decode_kernel.
+    """One head of one row over its share of the tokens. It writes out [rows, heads, width], or of
+    several splits partial [rows, heads, splits, width] float32 and sums [rows, heads, splits], the
+    log2 of the sums of weights. `scale` holds log2(e). TREE: as in mla_decode_kernel.
     """
     follow(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
@@ -115,7 +115,7 @@ def expanded_write_kernel(
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of one token's values, or behind the last block its rotated key."""
+    """A block of one token's values, or after the last block its rotated key."""
     follow(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)

@@ -70,7 +70,7 @@ def scales_of(token, rows, SWAP: tl.constexpr, UNIFORM: tl.constexpr):
 
 @triton.jit
 def columns(rows, start, k, K, EVEN: tl.constexpr):
-    """Columns start + k of the rows at these pointers, 0 behind the last of K. EVEN: none is."""
+    """Columns start + k of the rows at these pointers, 0 after the last of K. EVEN: none is."""
     if EVEN:
         return tl.load(rows + start)
     else:

@@ -30,7 +30,7 @@ def partners(col, rope, PAIRS: tl.constexpr):
 def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
     """Rows times Sylvester's matrix of size DIM = 2^STAGES, times DIM^-½.
 
-    A stage adds and subtracts neighbours and moves the lowest bit of the place to the top; after
+    A stage adds and subtracts neighbours and moves the lowest bit of the place to the top. After
     STAGES of them every bit has been the lowest once and all are where they were.
     """
     for _ in tl.static_range(STAGES):

@@ -15,8 +15,8 @@ from ds_runtime_triton.jit.gemm import product, row_side, token_side
 
 @triton.jit
 def span(length, split, splits, BLOCK_N: tl.constexpr, LEAST: tl.constexpr = 1):
-    """(first token, token behind the last, number of splits that have any) of a split. LEAST: of
-    its blocks; where there are so many splits that none has more, `length` alone decides."""
+    """(first token, token after the last, number of splits that have any) of a split. LEAST: of
+    its blocks; where there are this many splits that none has more, `length` alone decides."""
     blocks = tl.cdiv(length, BLOCK_N)
     each = tl.maximum(tl.cdiv(blocks, splits), LEAST)
     first = split * each * BLOCK_N
@@ -71,8 +71,8 @@ def weigh(
 ):
     """(weights of the tokens in q's dtype, their largest score so far, `total` with them).
 
-    `total` has a sum for every place of the tile, see no_weights: added up after the last tile
-    instead of in each, they need no exchange between warps beside that of the largest score.
+    `total` has a sum for every place of the tile, see no_weights. Added up after the last tile
+    instead of in each, they need no exchange between warps besides that of the largest score.
     """
     if APART:
         scores = product(q_high, k_high, SWAP) * scale + product(q_low, k_low, SWAP) * scale
@@ -152,7 +152,7 @@ def store_heads(
     SPLIT: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Some heads of one row: one split writes out [rows, heads, latent]; with SPLIT several write
+    """Some heads of one row: one split writes out [rows, heads, latent]. With SPLIT several write
     partial [rows, heads, splits, latent] float32 and sums [rows, heads, splits], the log2 of the
     sums of weights."""
     at_head, at_low = token_side(head, SWAP), row_side(tl.arange(0, LATENT), SWAP)

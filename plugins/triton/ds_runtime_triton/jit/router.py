@@ -197,7 +197,7 @@ def route_kernel(
     PDL: tl.constexpr,
 ):
     """One token. Experts lie as [GROUPS, PER_GROUP]; LIMITED: only the best groups stay open;
-    PAIRS: a group counts by its two best, and closed experts are −inf, not 0. Behind the chosen
+    PAIRS: a group counts by its two best, and closed experts are −inf, not 0. After the chosen
     come SHARED experts that every token takes. SLOTS ≥ TOP_K + SHARED."""
     follow(PDL)
     token = tl.program_id(0).to(tl.int64)

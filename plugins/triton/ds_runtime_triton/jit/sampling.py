@@ -1,8 +1,7 @@
 """Sampling and log-probabilities: no program sees two rows, so that none can depend on another.
 
-Nothing is sorted. Logits are compared by keys, integers in the same order; the end of a top-k or
-top-p set is a key found by narrowing an interval, and how many of the tokens at that key belong to
-it, lower ids first.
+Nothing is sorted. Logits are compared by keys, integers in the same order. The end of a top-k or
+top-p set is a key found by narrowing an interval. Lower ids of the tokens at that key come first.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def mass_of(x, top, temperature):
 
 @triton.jit
 def largest(row, vocab, key_below, id_after, BLOCK: tl.constexpr):
-    """(key, id) of the first token behind (key_below, id_after) by falling key and rising id."""
+    """(key, id) of the first token after (key_below, id_after) by falling key and rising id."""
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), LOWEST, tl.int32)
     owner = tl.full((BLOCK,), HIGHEST, tl.int32)
@@ -218,7 +217,7 @@ def peaks_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of a row: its largest key, and unless the row is greedy its mass beside a token of
+    """One block of a row: its largest key, and unless the row is greedy its mass besides a token of
     that key: [rows, blocks], float64."""
     follow(PDL)
     r, block = tl.program_id(0), tl.program_id(1)

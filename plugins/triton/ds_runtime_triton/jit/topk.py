@@ -1,10 +1,10 @@
 """The k best scores of a row by radix select: exact, and of equal ones those that come first.
 
 A score's bits, made to rise with it, are four digits of eight bits, counted upside down: bin 0 is
-the largest. Two launches over chunks of a row count the first two, the second among the scores
-that agree with the k-th best in the first; a third writes the slots of all scores above those 16
-bits and lists the tokens that agree with them. There are few, and one program a row chooses among
-them by the other two digits; where they are too many to be listed it goes over the row instead.
+the largest. Two launches over chunks of a row count the first two, the second among the scores that
+agree with the k-th best in the first. A third writes the slots of all scores above those 16 bits
+and lists the tokens that agree with them. There are few, and one program a row chooses among them
+by the other two digits; where they are too many to be listed it goes over the row instead.
 
 A row of up to ALONE scores is one program's, which keeps them on chip.
 
@@ -102,7 +102,7 @@ def place_slots(
 
 @triton.jit
 def blank(to, length, k, WIDE: tl.constexpr):
-    """−1 behind the slots of a row that sees fewer than k. WIDE ≥ k."""
+    """−1 after the slots of a row that sees fewer than k. WIDE ≥ k."""
     place = tl.arange(0, WIDE)
     tl.store(to + place, -1, mask=(place >= length) & (place < k))
 

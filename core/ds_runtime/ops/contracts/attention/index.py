@@ -1,8 +1,8 @@
 """Contracts of the lightning indexer: it scores every cached token, so that attention reads few.
 
 Per layer: index_prologue makes index queries and caches index keys, index_select keeps the best of
-the tokens that a row sees as cache slots (index_scores rates them, index_topk chooses), which the
-ops of sparse.py attend. Layers may reuse the slots of an earlier one. Source: DeepSeek-V3.2
+the tokens that a row sees as cache slots (index_scores rates them, index_topk chooses). The ops of
+sparse.py attend these. Layers may reuse the slots of an earlier one. Source: DeepSeek-V3.2
 technical report; the rotation of the indexer is half-split (its first release had it interleaved,
 by mistake).
 
@@ -166,7 +166,7 @@ def index_select_samples(facts: Facts) -> Iterator[Case]:
 
 
 def index_topk_samples(facts: Facts) -> Iterator[Case]:
-    """Ties in plenty, rows that see fewer than k, NaN behind what a row sees."""
+    """Ties in plenty, rows that see fewer than k, NaN after what a row sees."""
     page = facts.page_size
     steps: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], int], ...] = (
         ("no rows", 4, (3,), (0,), 0),

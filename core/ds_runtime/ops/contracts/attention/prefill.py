@@ -96,7 +96,7 @@ _SEGMENTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], bool], ...] = (
     ("no sequences", (), (), True),
     ("one token", (1,), (1,), True),
     ("causal", (5, 1, 17), (5, 1, 17), True),
-    ("causal behind a prefix", (3, 4), (20, 4), True),
+    ("causal after a prefix", (3, 4), (20, 4), True),
     ("prefix", (3, 7, 1), (33, 2, 16), False),
     ("without keys", (3, 2, 4), (0, 5, 0), False),
     ("without queries", (0, 4, 0), (3, 4, 0), True),

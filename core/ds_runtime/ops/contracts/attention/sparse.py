@@ -28,7 +28,7 @@ class SparseMla(Protocol):
     * q: [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part).
     * cache: one layer in the bound KV layout.
     * slots: [rows, n] int32, any n ≥ 1. The slots of a row are distinct. Negative ones are padding
-      and may stand anywhere.
+      and may be anywhere.
     * kv_lora: width of the latent.
 
     Softmax in fp32 of q·k·scale over a row's slots. Returns [rows, heads, kv_lora] in q.dtype, with

@@ -105,7 +105,7 @@ class WindowSparse(Protocol):
       token at position p.
     * positions, blocks: as in CompressWindows. A row of padding returns 0.
     * compressed: one layer in the same layout.
-    * slots: [tokens, n] int32, n ≥ 0, distinct in a row. Negative ones are padding and may stand
+    * slots: [tokens, n] int32, n ≥ 0, distinct in a row. Negative ones are padding and may be
       anywhere.
 
     A row sees positions p − window + 1 … p, none below 0, and the entries of `compressed` at its

@@ -1,7 +1,7 @@
 """Torch reference of attention over expanded keys and values, and the layout `expanded_pages`.
 
 One layer is one tensor [pages, page_size, heads · (nope + v) + rope] in facts.kv_dtype: per head
-its key and its value, then the rotated key that all heads share. Slots are as in `latent_pages`.
+the key and the value, then one rotated key for all. Slots are as in `latent_pages`.
 """
 
 from __future__ import annotations

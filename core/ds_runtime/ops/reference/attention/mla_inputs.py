@@ -1,4 +1,4 @@
-"""Torch reference of what stands before attention in steps that only decode."""
+"""Torch reference of what is before attention in steps that only decode."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ BLOCK = 128
 
 def join(weight: Weight) -> tuple[Tensor, Tensor] | None:
     """(e4m3 [rows, cols], float32 scales [row blocks, column blocks]) of all parts, one below the
-    other; None where a part begins inside a block, or ends inside one before the last.
+    other. None where a part begins inside a block, or ends inside one before the last.
     """
     last = weight.parts[-1]
     for part in weight.parts:

@@ -31,7 +31,7 @@ def silu_mul_limited(gate_up: Tensor, limit: float) -> Tensor:
 
 
 class ReferenceLimitedExperts(ReferenceExperts):
-    """Reference of ExpertsLimited."""
+    """Torch reference of the contract ExpertsLimited."""
 
     def apply(  # type: ignore[override]
         self, x: Tensor, weights: Tensor, ids: Tensor, limit: float, packed: Packed

@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 FOUND = next(filter(None, map(shutil.which, _NAMES)), None)
@@ -33,29 +35,30 @@ _FLAGS = (
 class Browser:
     """One page. `events` are the protocol's since the page was made."""
 
-    def __init__(self, to_browser, from_browser):
+    def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
-        self._rest, self._number, self._session = b"", 0, None
-        self.events = []
+        self._rest, self._number = b"", 0
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         found = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = found["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
-    def send(self, method, **params):
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command."""
         self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while (answer := self._read()).get("id") != self._number:
             self.events.append(answer)
         assert "error" not in answer, (method, answer["error"])
-        return answer["result"]
+        return dict(answer["result"])
 
-    def _read(self):
+    def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], 60)
             assert ready, "Chromium does not answer"
@@ -63,9 +66,9 @@ class Browser:
             assert data, "Chromium left"
             self._rest += data
         one, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(one)
+        return dict(json.loads(one))
 
-    def run(self, script):
+    def run(self, script: str) -> Any:
         """The value of an expression, awaited."""
         found = self.send(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
@@ -73,14 +76,14 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script, seconds=20.0):
+    def until(self, script: str, seconds: float = 20.0) -> None:
         """Wait for an expression to be true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < deadline, (script, self.run("document.body.innerText"))
             time.sleep(0.05)
 
-    def open(self, url, width=1200, height=900):
+    def open(self, url: str, width: int = 1200, height: int = 900) -> None:
         """Load a page at this size."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
@@ -92,27 +95,27 @@ class Browser:
         self.send("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def scheme(self, name):
+    def scheme(self, name: str) -> None:
         """Prefer light or dark."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self.send("Emulation.setEmulatedMedia", features=features)
 
-    def type(self, selector, text):
+    def type(self, selector: str, text: str) -> None:
         """Put text into a field, as a person does."""
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
         self.send("Input.insertText", text=text)
 
-    def press(self, key):
+    def press(self, key: str) -> None:
         """Press and release a key of its own name."""
         known = {"key": key, "code": key, "windowsVirtualKeyCode": 13 if key == "Enter" else 0}
         self.send("Input.dispatchKeyEvent", type="keyDown", text="\r", **known)
         self.send("Input.dispatchKeyEvent", type="keyUp", **known)
 
-    def screenshot(self):
+    def screenshot(self) -> bytes:
         """A PNG of what is to be seen."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
-    def complaints(self):
+    def complaints(self) -> list[str]:
         """Errors in the console, a broken policy among them."""
         out = []
         for event in self.events:
@@ -123,17 +126,18 @@ class Browser:
                 out.append(str(params["exceptionDetails"]))
         return out
 
-    def asked(self):
+    def asked(self) -> list[str]:
         """Addresses that the page asked for."""
         named = (e for e in self.events if e.get("method") == "Network.requestWillBeSent")
         return [e["params"]["request"]["url"] for e in named]
 
 
 @contextlib.contextmanager
-def browser():
+def browser() -> Iterator[Browser]:
     """A Chromium with a profile of its own, gone afterwards."""
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(prefix="chromium", ignore_cleanup_errors=True) as profile:
+        assert FOUND is not None, f"none of {', '.join(_NAMES)} is on the PATH"
         script = f'exec 3<&{in_read} 4>&{out_write}; exec "$@"'
         command = ["bash", "-c", script, "bash", FOUND, *_FLAGS, f"--user-data-dir={profile}"]
         with open(os.devnull, "w") as nowhere:
