@@ -256,8 +256,9 @@ PAGES = {
 }
 TIERS = {
     "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs, *unrun* on other devices",
-    "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node, DP attention and "
-    "`--disable-mla` included; *unrun* on other devices and on several nodes",
+    "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node (DP attention and "
+    "`--disable-mla` included), and on two nodes that are processes of one machine; *unrun* on "
+    "other devices",
     "both, under DeepSeek-V4 (pages and states)": "*ran on* CPUs, with `--tp` 1 and 2",
     "LMCache": "*unrun*: lmcache 0.5.6 asks for CUDA's packages (cupy, cuda-python), and without "
     "its requirements it does not import",
