@@ -106,9 +106,10 @@ def run(args: Namespace) -> int:
 
     assembly = decided(config.tp)
     tell_left_out(assembly)
-    held = [*room.said(assembly), *wire.said(assembly)]
+    held = room.said(assembly)
     if args.action == "show" and args.explain is None:
         held += _predicted(assembly, args)
+    held += wire.said(assembly)
     text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
     if args.device is not None and args.action == "lock":
         check_fit(assembly, args.device, decided)
