@@ -255,7 +255,7 @@ PAGES = {
     "a vendor's fabric (`ds_kv_transfer`)": "*unrun*: its contract and conformance cases alone",
 }
 TIERS = {
-    "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs, *unrun* on other devices",
+    "host memory (`--enable-hierarchical-cache`)": "*ran on* CPUs and an H200, *unrun* on others",
     "disk (`--disk-cache`)": "*ran on* CPUs, with `--tp` 2 on one node (DP attention and "
     "`--disable-mla` included), and on two nodes that are processes of one machine; *unrun* on "
     "other devices",
@@ -269,7 +269,8 @@ PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
     "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
     "rows as FP8 codes between ranks": (
-        "*ran on* CPUs with `reference.Fp8W8A8Experts`; no other kernel takes codes yet"
+        "*ran on* CPUs with `reference.Fp8W8A8Experts`; timed on two H200s, where answers were not "
+        "compared"
     ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
 }
