@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import tomllib
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,13 +45,43 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def named_tests(source: str) -> Iterator[tuple[str, ...]]:
+    """What pytest can run by name in a file: functions, classes, their methods, and machines.
+
+    A state machine's tests are `TestName = Machine.TestCase`.
+    """
+    for node in ast.parse(source).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield (name,)
+            case ast.ClassDef(name=name):
+                yield (name,)
+                methods = (m for m in node.body if isinstance(m, ast.FunctionDef))
+                yield from ((name, m.name) for m in methods)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(attr="TestCase")):
+                yield (name,)
+
+
+def test_tests_are_found_by_their_whole_names() -> None:
+    source = """
+def test_a(): ...
+class TestB:
+    def test_c(self): ...
+TestD = Machine.TestCase
+TestE = Machine
+TestD.settings = settings()
+# def test_f(): TestG = Machine.TestCase
+"""
+    assert [*named_tests(source)] == [("test_a",), ("TestB",), ("TestB", "test_c"), ("TestD",)]
+
+
 def test_every_named_fault_has_its_place() -> None:
     """The slow suite runs them; a change of the code that they name shows here already."""
     for fault in mutate.FAULTS:
         mutate.check_text(fault)
         for test in fault.tests:
-            path, _, function = test.partition("::")
-            assert f"def {function}" in (ROOT / path).read_text()
+            path, *of = test.split("::")
+            assert not of or tuple(of) in named_tests((ROOT / path).read_text()), test
     with pytest.raises(mutate.MutationError, match="0 times"):
         mutate.check_text(mutate.FAULTS[0].__class__("x", "README.md", "no such text", "", ()))
 

@@ -47,7 +47,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """Sequences with one new token each, a few (speculation), or a short chunk of a prompt behind
+    """Sequences with one new token each, a few (speculation), or a short chunk of a prompt after
     many cached tokens: rows [0, rows) of the batch.
 
     page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.

@@ -239,9 +239,9 @@ class Kernel:
     or writes. What is not declared is refused. `contract` is the version of the contract that it
     was written for. `numerics` names the row of the op's tolerance that applies where the
     arithmetic is coarser than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
-    `promises` says what holds in every call, `rows` which calls it serves where several divide
-    them, `footprint` what it takes and reads of memory, and `compiles` how calls are compiled
-    before they are needed.
+    `promises` says what holds in every call, and `rows` which calls it serves where several
+    divide them. `footprint` says what it takes and reads of memory, and `compiles` how calls are
+    compiled before they are needed.
     """
 
     op: Op

@@ -39,13 +39,14 @@ class Promises:
 class RowRange:
     """The calls of a place that a kernel takes, if several kernels divide them by rows.
 
-    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
-    kernels of one packing may serve one place, those with bounds the calls of `first` rows or more
-    and fewer than `below` (0: no bound), and one without bounds, which packs, the rest (without
-    one, the best of them does). Functions need no packing: those that rank before the first without
-    bounds divide its calls so. `methods`: those of which the bounds hold; empty: all. Others are
-    served by the one that packs, for any number of rows. `bits`: kernels of an op with the same tag
-    give a row the same bits, and may divide calls where rows must have bits of their own.
+    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say).
+    Kernels of one packing may serve one place. Those with bounds serve the calls of `first` rows or
+    more and fewer than `below` (0: no bound). One without bounds packs, and serves the rest. If all
+    have bounds, the best of them does. Functions need no packing: those that rank before the first
+    without bounds divide its calls so. `methods`: those of which the bounds hold; empty: all.
+    Others are served by the one that packs, for any number of rows. `bits`: kernels of an op with
+    the same tag give a row the same bits, and may divide calls where rows must have bits of their
+    own.
     """
 
     packing: str = ""
@@ -72,14 +73,14 @@ class Footprint:
     dtype. None: none where the kernel reads dense weights, otherwise all that it reads. `copies`
     says how often `pack` keeps the weight (laid out for several uses). `beside`, of a kernel that
     reads a weight of a shared packing in a form of its own, is how much that takes as a share of
-    the weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called
-    once the weight is packed, by whichever kernel, and adds the form if it can, and `serves(rows,
-    packed)`, which says whether a call within its bounds is one for it. Where memory has no room,
-    it is refused. `workspace(facts, rows)` gives the bytes that a call of so many rows holds at
-    most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel to
-    it. `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the
-    share of that format's bytes that its calls read then. It says what a step must read; the
-    estimate of memory does not count on it.
+    the weight. What `fn` gives then has two methods. `hold_beside(packed) -> Packed` is called once
+    the weight is packed, by whichever kernel, and adds the form if it can. `serves(rows, packed)`
+    says whether a call within its bounds is one for it. Where memory has no room, the kernel is
+    refused. `workspace(facts, rows)` gives the bytes that a call of `rows` rows holds at most
+    beyond its arguments, weights and results; None says nothing. Conformance holds a kernel to it.
+    `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
+    that format's bytes that its calls read then. It says what a step must read; the estimate of
+    memory does not count on it.
     """
 
     keeps: frozenset[str] | None = None

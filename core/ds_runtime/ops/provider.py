@@ -61,7 +61,7 @@ class Provider:
     ) -> Kernel:
         """Returns the offer of the kernel `fn`, "module:attr" below the package, for an op.
 
-        `each`: gates behind the provider's own. `declared`: fields of `Kernel`, instead of what the
+        `each`: gates after the provider's own. `declared`: fields of `Kernel`, instead of what the
         provider has. Raises KeyError for an unknown op, TypeError for an unknown field.
         """
         says: dict[str, Any] = {**self.declared, **declared}

@@ -14,7 +14,7 @@ _WORD = 4  # bytes, in which they are copied
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """[rows, n] each, of any dtypes → int32 [rows, words], part behind part. Rows begin at whole
+    """[rows, n] each, of any dtypes → int32 [rows, words], part after part. Rows begin at whole
     lines of memory, as kernels fetch them; what fills the last line of a row is undefined.
     """
     words = [_words(part) for part in parts]

@@ -100,8 +100,8 @@ class Communicator(Protocol):
         ...
 
     def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
-        """How ranks of one host add at once, for `--batch-invariant`: a function that takes up to
-        `values` values, of the same shape on all ranks and of at most 4 bytes, and returns the
+        """How ranks of one host add at once, for `--batch-invariant`. Returns a function that takes
+        up to `values` values, of the same shape on all ranks and of at most 4 bytes. It returns the
         sums [n], added in float32 from rank 0 on. It runs in steps that are captured, too. None:
         parts are gathered and added. Every rank asks at the same time, once for each group.
         """
@@ -144,9 +144,9 @@ class Platform(ABC):
     side by side (`ops.branch`). captures_prefill: torch can address what a capture allocates, and
     nobody else uses it until another capture of the backend is made or replayed. So steps with
     prompts are captured, too, in pieces between attentions. Without effect with capture_after.
-    capture_after: 0 if steps are captured at start. Else each when it has run that often op by op,
-    for devices where recording is cheap and a spare row is not: decode steps, with drafts or
-    without; the capture runs the step, too.
+    capture_after: 0 if steps are captured at start. Else each is captured when it has run that
+    often op by op, for devices where recording is cheap and a spare row is not. These are decode
+    steps, with drafts or without. The capture runs the step, too.
     ordered_sums: by the link of devices on one host, how many ranks may be in a group whose
     communicator has an `ordered_sum`.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights

@@ -1,6 +1,6 @@
 """The calls of ops and the collectives of a step, from what was decided. Torch-free.
 
-A binding has a place for every op that a model may call; which of them a step calls follows from
+A binding has a place for every op that a model may call. Which of them a step calls follows from
 the others: a fused op is called in place of those that it uses, where rows may go through it.
 """
 
@@ -52,7 +52,7 @@ class Step:
 class Call:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
     part of a step that is captured; count: how often it is made; branch: of which of two sides, if
-    a capture may hold it beside the other."""
+    a capture may hold it in parallel with the other."""
 
     op: str
     kernel: Kernel
@@ -93,7 +93,7 @@ def arithmetic(kernel: Kernel, dtype: str) -> str:
 
 
 def serving(shares: Shares | None, kernel: Kernel, method: str, rows: int) -> Kernel:
-    """The kernel that serves a call of so many rows at a place."""
+    """The kernel that serves a call of `rows` rows at a place."""
     if shares is None:
         return kernel
     for each in shares.some:

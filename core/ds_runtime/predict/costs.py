@@ -1,9 +1,9 @@
 """What ops and collectives take on a device, as `ds-runtime tune` measured them. Torch-free.
 
-A `Costs` holds measured points alone. What was not measured follows from those beside it: between
-two sizes by a straight line over the roof, the least time that the device's rates allow; between
-two numbers of rows by a power (of routed experts: of rows that meet a weight, as experts differ in
-number). Nothing here was fitted to a step.
+A `Costs` holds measured points alone. What was not measured follows from the points next to it.
+Between two sizes it is a straight line over the roof, the least time that the device's rates allow.
+Between two numbers of rows it is a power (of routed experts: of rows that meet a weight, as experts
+differ in number). Nothing here was fitted to a step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Costs:
         return max(work.nbytes / self.bandwidth, work.flops / rate)
 
     def seconds(self, name: str, rows: int, work: OpWork) -> float:
-        """Of a call of "kernel:method" with so many rows that must do this work. KeyError for what
+        """Of a call of "kernel:method" with `rows` rows that must do this work. KeyError for what
         was not measured."""
         cost = self.kernels[name]
         load, roof = _load(cost.op, rows, work), self.roof(work, cost.arithmetic)

@@ -1,5 +1,5 @@
 """Where the costs of a device are: named, the user's own, or shipped by the plugin that describes
-it, in a folder `costs` beside its `devices.json`. Torch-free."""
+it, in a folder `costs` next to its `devices.json`. Torch-free."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.predict.calls import Call, Step, arithmetic, calls, crossed
 from ds_runtime.predict.costs import Costs
 
-COLLECTIVES, BESIDE = "collectives", "beside each other"
+COLLECTIVES, BESIDE = "collectives", "in parallel"
 BATCHES = (1, 8, 32, 64, 128, 256, 512)  # of decode steps
 PROMPT = 512  # tokens of each prompt of a prefill
 
@@ -34,12 +34,12 @@ class Predicted:
 
 
 def decode(requests: int, context: int) -> Step:
-    """A decode step of so many requests with so many cached tokens each."""
+    """A decode step of `requests` requests with `context` cached tokens each."""
     return Step("decode", requests, requests, context)
 
 
 def prefill(tokens: int, prompt: int) -> Step:
-    """A step of so many tokens, in prompts of `prompt` tokens each."""
+    """A step of `tokens` tokens, in prompts of `prompt` tokens each."""
     count = max(1, tokens // prompt)
     return Step("prefill", tokens, count, 0, count)
 
@@ -47,9 +47,9 @@ def prefill(tokens: int, prompt: int) -> Step:
 def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     """What a step takes on the device of `costs`.
 
-    Captured: all captured calls one after the other, but for shared experts and the choice of
-    routed ones where the platform records them beside each other, then those that are not. Others:
-    a device that queues takes no less than the host needs to queue its calls.
+    Captured: all captured calls one after the other, then those that are not. Shared experts and
+    the choice of routed ones count in parallel where the platform records them so. Others: a device
+    that queues takes no less than the host needs to queue its calls.
     """
     found = Predicted(step)
     platform, mesh = assembly.platform, assembly.mesh

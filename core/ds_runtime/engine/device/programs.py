@@ -1,8 +1,8 @@
-"""A step as data: its kind says which phases run, and where the host waits; its works say who runs
+"""A step as data. Its kind says which phases run, and where the host waits. Its works say who runs
 them: `Replayed`, from recordings of one size, or `OpByOp`, over as many rows as there are.
 
 `Replayed` has recordings of `forward`, of `judge` where draws are plain chains' (or of `draw`
-behind masks), of `follow` and of `draft`; `OpByOp` of pieces between the attentions of prompts.
+after masks), of `follow` and of `draft`; `OpByOp` of pieces between the attentions of prompts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def kind_of(plan: StepPlan, speculates: bool) -> Kind:
 
 
 def run(who: Replayed | OpByOp, handle: Handle, kind: Kind) -> Rest | None:
-    """Launch a step; what is left of it, behind where the host waits."""
+    """Launch a step. Returns what is left of it, after the place where the host waits."""
     phases = PROGRAMS[kind]
     step: Any = who.begin(handle, "judge" in phases)
     waits = phases.index(WAIT) if WAIT in phases else len(phases)

@@ -2,8 +2,8 @@
 
 The forward is one recording. Without a draft layer draws follow it op by op, or in a recording of
 their own where masks go with them. With one, chains are drawn and judged in a second recording, if
-nothing else goes with their draws; the third is the draft layer's run over the same tokens, and
-drafts are made once the host knows how many were kept.
+nothing else goes with their draws. The third recording is the draft layer's run over the same
+tokens. Drafts are made once the host knows how many were kept.
 
 Dummies write nothing, read one token of a page that belongs to nobody, and begin with a row of
 `last_tokens` that belongs to nobody.
@@ -50,7 +50,7 @@ class _Step:
 
 
 class Replayed:
-    """The phases of one size. drafting: what makes so many drafts of its steps, by their number."""
+    """The phases of one size. drafting: by number of drafts, what makes that many of its steps."""
 
     def __init__(
         self,

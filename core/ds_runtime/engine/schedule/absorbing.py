@@ -46,7 +46,7 @@ class Absorbing:
         return cls(*(dims[name] for name in names))
 
     def pays(self, start: int, length: int) -> bool:
-        """Whether `length` new tokens behind `start` cached ones are absorbed."""
+        """Whether `length` new tokens after `start` cached ones are absorbed."""
         pairs = length * (start + (length + 1) / 2)  # of a row and a token that it sees
         keys_values, absorbed = self.nope + self.v, 2 * self.latent + self.rope
         products = start * keys_values * self.latent  # per head, in multiplications, as below

@@ -54,7 +54,7 @@ class Sizing:
         return cls(limits.max_itl, most, chunk, limits.prefill_sizes, limits.absorbing)
 
     def absorbs(self, start: int, length: int) -> bool:
-        """Whether `length` tokens of a prompt behind `start` cached ones attend as decoded ones."""
+        """Whether `length` tokens of a prompt after `start` cached ones attend as decoded ones."""
         return self._absorbing is not None and self._absorbing.pays(start, length)
 
     def open(self, plan: StepPlan) -> StepRoom:

@@ -21,8 +21,8 @@ class SchedulerLimits:
 
     `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places after it that
     drafting them takes; `pace`: how many a step drafts, where that varies. `max_itl`: seconds of a
-    step that decodes and carries prompts, 0 for any; `prefill_sizes`: tokens of the steps with
-    prompts that are captured, rising; `absorbing`: which chunks attend as decode does, None: none.
+    step that decodes and carries prompts, 0 for any. `prefill_sizes`: tokens of the steps with
+    prompts that are captured, rising. `absorbing`: which chunks attend as decode does, None: none.
     """
 
     context_length: int

@@ -54,10 +54,10 @@ class Request:
     the output follows; which token may come next is known once the last one is. `admitted`: when
     its first step was planned, by `time.monotonic`. `adapter`: None for the model itself.
     `salt`: only requests with the same one share pages of the prefix cache. `limit` bounds the
-    tokens that the engine can hold. `num_drafts` drafts lie behind the last token in this row,
-    `drafts` where a guide needs to know them, with `draft_parents` where they branch;
+    tokens that the engine can hold. `num_drafts` drafts lie after the last token in this row.
+    `drafts`: these, where a guide needs to know them, with `draft_parents` where they branch.
     `is_verifying`: how many of them were right is not known, and so not where the sequence ends.
-    `is_following`: its guide is on its way behind the last tokens. `behind`: who computes the first
+    `is_following`: its guide is on its way after the last tokens. `behind`: who computes the first
     `behind_pages` pages of this prompt, while this request waits to read them. `num_loaded`: pages
     that came from below the device when it began to run; `cached_by_tier`: see `Tokens`. `fetch`:
     what was asked of the disk for it.

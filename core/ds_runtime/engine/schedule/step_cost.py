@@ -1,11 +1,18 @@
 """What a step that carries prompts takes, learnt from the steps that were.
 
-A step's seconds are a sum of terms: one for the step itself, and one each for the prompts in it,
-their new tokens, the pairs of tokens that their attention looks at, the cached tokens before them
-that are expanded anew, the tokens that are decoded, the context of these, and the pairs of tokens
-of prompts that attend as decoded ones do. No term is below
-zero, so that more of anything never looks cheaper. The terms are fitted by least squares of
-relative errors, in which the last hundred such steps count most.
+A step's seconds are a sum of terms, one each for:
+
+* the step itself;
+* the prompts in it;
+* their new tokens;
+* the pairs of tokens that their attention looks at;
+* the cached tokens before them that are expanded again;
+* the tokens that are decoded;
+* the context of these;
+* the pairs of tokens of prompts that attend as decoded ones do.
+
+No term is below zero, so that more of anything never looks cheaper. The terms are fitted by least
+squares of relative errors, in which the last hundred such steps count most.
 """
 
 from __future__ import annotations
@@ -114,8 +121,8 @@ class StepCost:
                     found[i] = max(0.0, rest / row[i])
 
     def chunk(self, start: int, seconds: float, absorbed: bool = False) -> float:
-        """The most new tokens behind `start` cached ones that a step of a prompt may add within so
-        many seconds; may be infinite. absorbed: they attend as decoded tokens do.
+        """The most new tokens after `start` cached ones that a step of a prompt may add within
+        `seconds`; may be infinite. absorbed: they attend as decoded tokens do.
         """
         fixed, slope, curve = self._chunk_terms(start, absorbed)
         left = seconds - fixed
@@ -126,7 +133,7 @@ class StepCost:
         return 2 * left / below if below > _NEVER else math.inf
 
     def least(self, start: int, absorbed: bool = False) -> float:
-        """New tokens behind `start` cached ones that take as long as what every chunk there costs,
+        """New tokens after `start` cached ones that take as long as what every chunk there costs,
         however short: with fewer, most of the time is no progress. May be infinite.
         """
         fixed, slope, _ = self._chunk_terms(start, absorbed)

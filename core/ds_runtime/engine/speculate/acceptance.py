@@ -1,9 +1,9 @@
 """Which drafts were right: the model's own draw decides, token by token.
 
 The draw at a position depends on the model's logits there and on (seed, choice, position) alone,
-with drafts or without, so a draft is right exactly if it is that draw. Where several drafts follow
-one token, the draw behind that says which of them is right. For a greedy request this compares with
-the argmax; for a sampled one it is rejection sampling: a draft d is kept with the model's
+with drafts or without. So a draft is right exactly if it is that draw. Where several drafts follow
+one token, the draw after that token says which of them is right. For a greedy request this compares
+with the argmax. For a sampled one it is rejection sampling. A draft d is kept with the model's
 probability of d, and otherwise replaced by a draw from what is left of the distribution.
 """
 
@@ -136,7 +136,7 @@ def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Sent) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Branch:
     """What is kept of each work's drafts. accepted: [n] that were right. draws: [n, 1 + most] the
-    draws along the branch, the last again behind its end. order: [draws], where drafts branch: the
+    draws along the branch, the last again after its end. order: [draws], where drafts branch: the
     draw that comes to lie in the place of each, so that a branch lies in the places of a chain.
     """
 
@@ -173,7 +173,7 @@ class Branched(Protocol):
 def fronts(
     claims: Claims, last_tokens: Tensor, branched: Branched | None, sent: Sent
 ) -> Fronts | None:
-    """None where nothing is drawn behind drafts. branched: if these are no chains."""
+    """None where nothing is drawn after drafts. branched: if these are no chains."""
     if not claims.most:
         return None
     places = sent[claims.inputs]

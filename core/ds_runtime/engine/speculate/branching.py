@@ -29,9 +29,9 @@ _TREES = "ds_runtime.engine.trees.branches:TreeBranching"
 
 
 class AsChains(NamedTuple):
-    """A step as if the kept branches had been its drafts: its batch and what of it is this rank's,
-    by numbers in `sent`; the rows that it takes of the step, and the rows whose hidden states come
-    to lie there, [T] each.
+    """A step as if the kept branches had been its drafts. `batch` is its batch, and `own` is what
+    of it is this rank's, by numbers in `sent`. takes: [T] the rows that it takes of the step.
+    came: [T] the rows whose hidden states come to lie there.
     """
 
     batch: Batch
@@ -91,7 +91,7 @@ class Branching(Protocol):
 
 
 def branching(shape: Speculation | None) -> Branching | None:
-    """None where each token has one draft behind it, or none."""
+    """None where each token has one draft after it, or none."""
     if shape is None or shape.topk == 1:
         return None
     made: Branching = load_attr(_TREES)()

@@ -64,7 +64,7 @@ class Drafts:
         raise NotImplementedError
 
     def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
-        """Draft behind what a step has kept. If drafts are to be told: [works, drafts] ids, and
+        """Draft after what a step has kept. If drafts are to be told: [works, drafts] ids, and
         where they branch likewise the parents.
         """
         raise NotImplementedError
@@ -121,7 +121,7 @@ class Drafting:
             handle.download()
 
     def run(self, drafts: Drafts, tail: Tensor, logits: Tensor, order: RowOrder | None) -> None:
-        """Wait for what was kept, and draft behind it. tail, logits, order: see KeptTokens."""
+        """Wait for what was kept, and draft after it. tail, logits, order: see KeptTokens."""
         handle = self._handle
         works = [handle.plan.works[i] for i, _ in handle.wanted.samplers]
         accepted = self._arriving.wait()[0].tolist()

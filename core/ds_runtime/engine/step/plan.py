@@ -43,7 +43,7 @@ class Work(msgspec.Struct, kw_only=True):
     by sequences. `pages` cover at least start + length tokens. `sample`: draw the token at position
     start + length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
     alternatives wanted for the prompt positions start + 1 … start + length that lie inside the
-    prompt (None: not wanted); such a work lies within the prompt itself. `masks`: the tokens that
+    prompt (None: not wanted). Such a work lies within the prompt itself. `masks`: the tokens that
     may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; an empty one,
     and those behind, allow every token. `next_token`: the one at start + length where it is
     known. `tell_drafts`: bring back what is drafted for the next step. `adapter`: the slot of its
@@ -115,9 +115,9 @@ class WorkResult(msgspec.Struct, kw_only=True):
     """What one work gave: new tokens in order, one more than drafts were right.
 
     `logprobs`: of these tokens, where asked. `prompt_logprobs` has one entry per prompt position
-    start + 1 … that this work covers. `drafts`: for the next step, where asked; where they
-    branch with `draft_parents`: behind which of them each comes, counted from 1, or 0. `broken`:
-    the position of the first token, drawn or scored, whose logits were not finite; `tokens` are
+    start + 1 … that this work covers. `drafts`: for the next step, where asked. Where they
+    branch, `draft_parents` says after which of them each comes, counted from 1, or 0. `broken`: the
+    position of the first token, drawn or scored, whose logits were not finite; `tokens` are
     then those before it.
     """
 

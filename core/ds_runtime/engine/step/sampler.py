@@ -98,7 +98,7 @@ class LogprobGroup:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Draws behind drafts that branch. peers: [draws] the draw of the same work that, in a chain,
+    """Draws after drafts that branch. peers: [draws] the draw of the same work that, in a chain,
     would be for the same position; lines: [draws] whose bit a says that node a is in front.
     """
 
@@ -240,7 +240,7 @@ class Sampler:
         nodes: Nodes | None = None,
     ) -> Tensor:
         """One token per row of logits [draws, vocab] float32: [draws] int64. drafts: [draws] int64,
-        the token in front of each, where some are drawn behind drafts; nodes: if these branch.
+        the token in front of each, where some are drawn after drafts; nodes: if these branch.
 
         Order: repetition, frequency and presence penalty, bias, the min_tokens mask, then the
         grammars' masks.

@@ -25,7 +25,7 @@ from ds_runtime.parallel.exchange import Pick
 
 
 class Branches:
-    """Behind captured trees of `verified`: the kept branches come to the front, and the draft layer
+    """After captured trees of `verified`: the kept branches come to the front, and the draft layer
     runs over them, as many tokens each as a branch can have.
     """
 

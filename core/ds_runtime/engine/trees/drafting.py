@@ -1,4 +1,4 @@
-"""Trees of drafts behind what a step has kept.
+"""Trees of drafts after what a step has kept.
 
 Every level is a phase of its own: kernels are told between two of them what the next one's rows
 see, which the device alone knows.
@@ -52,7 +52,7 @@ def _level_runs(
 
 
 class Tree(Drafts):
-    """Trees of drafts behind what a step has kept, into their rows' places."""
+    """Trees of drafts after what a step has kept, into their rows' places."""
 
     def __init__(self, parts: Parts, size: int = 0) -> None:
         assert parts.draft is not None and parts.shape is not None

@@ -1,9 +1,9 @@
 """How trees of drafts grow (EAGLE-2).
 
-Node 0 is the last token itself, a node comes behind its parent, and `width` nodes are one forward's
-share of a sequence. Source: EAGLE-2, arXiv 2406.16858: a node's score is the draft layer's
-probability of its whole path; of each level the `topk` best get `topk` children each, and of all
-nodes the best are verified, which form a tree, because no child is better than its parent.
+Node 0 is the last token itself, a node comes after its parent, and `width` nodes are one forward's
+share of a sequence. Source: EAGLE-2, arXiv 2406.16858. A node's score is the draft layer's
+probability of its whole path. Of each level the `topk` best get `topk` children each. Of all nodes
+the best are verified. They form a tree, because no child is better than its parent.
 """
 
 from __future__ import annotations

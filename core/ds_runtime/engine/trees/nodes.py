@@ -36,7 +36,7 @@ class Trees:
         return starts + depths, torch.where(real, seen_by(self.lines[places], nodes), -1)
 
     def put(self, rows: Tensor, drafted: Drafted) -> None:
-        """Trees behind the last tokens of these rows: the nodes but the root."""
+        """Trees after the last tokens of these rows: the nodes but the root."""
         for to, values in (
             (self.depths, drafted.depths),
             (self.parents, drafted.parents),

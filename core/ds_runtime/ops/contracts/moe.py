@@ -90,14 +90,15 @@ class Experts(Protocol):
 
 
 class QuantizedExperts(Protocol):
-    """What Experts have beside their contract if they round rows to FP8 before they multiply, so
+    """What Experts have besides their contract if they round rows to FP8 before they multiply, so
     that ranks can send each other codes (`Promises.takes_codes`).
 
-    `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of so many `rows`:
-    (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where it does
-    not. A row's codes hang on that row alone. `apply_quantized(q, scale, weights, ids, packed)`:
-    the bits of `apply(x, weights, ids, packed)`, where all x have these codes. Rows of q may be
-    strided, and begin at whole 16 bytes.
+    `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of `rows` rows.
+    Returns (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where
+    `apply` does not. A row's codes hang on that row alone.
+
+    `apply_quantized(q, scale, weights, ids, packed)`: the bits of `apply(x, weights, ids, packed)`,
+    where all x have these codes. Rows of q may be strided, and begin at whole 16 bytes.
     """
 
     def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None: ...

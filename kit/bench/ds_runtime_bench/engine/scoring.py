@@ -96,9 +96,9 @@ def planted(
 def parse_calls(raw: str) -> list[dict[str, Any]] | None:
     """The tool calls `{name, arguments}` of a raw answer, or None unless it is well formed.
 
-    Well formed means: nothing but one block of calls, each with a function name and a fenced JSON
-    object (V3) or DSML parameters (V4, after an optional thought), one line break between calls, at
-    most a closing end-of-sentence token.
+    Well formed means: nothing but one block of calls, with one line break between calls, and at
+    most a closing end-of-sentence token. Each call has a function name and a fenced JSON object
+    (V3) or DSML parameters (V4, after an optional thought).
     """
     text = raw.removesuffix(EOS)
     answer = text.rpartition("</think>")[2]

@@ -27,7 +27,7 @@ _ITEM = 2  # bytes of a value
 
 
 def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dict[str, Collective]:
-    """By kind, seconds of collectives of so many ranks, each a process with a device of its own.
+    """By kind, seconds of collectives of `ranks` ranks, each a process with a device of its own.
 
     Raises DsRuntimeError where a rank fails, with what it said.
     """

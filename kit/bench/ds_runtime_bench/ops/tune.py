@@ -1,7 +1,7 @@
 """Costs of a device: its ops one by one at sizes of their own, and its floors. Torch-free until
 something is timed.
 
-The models whose ops are timed are not those of any checkpoint: their widths are DeepSeek's, the
+The models whose ops are timed are not those of any checkpoint. Their widths are DeepSeek's. Their
 numbers of experts, heads and ids are smaller, so that all fits and nothing is made twice.
 """
 

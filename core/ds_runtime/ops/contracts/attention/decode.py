@@ -50,7 +50,7 @@ class MlaDecode(Protocol):
 
     A kernel with a true `many_rows` takes any number of rows of a sequence, whatever
     Limits.max_queries says, at about the FLOPs per second of MhaPrefill. Short chunks of prompts
-    behind many cached tokens then attend through it.
+    after many cached tokens then attend through it.
 
     Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
     of others may hold NaN. 0 sequences is legal.
