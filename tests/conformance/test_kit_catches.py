@@ -207,7 +207,11 @@ class KeepsItsCodes(moe.ReferenceExperts):
     pass
 
 
-TAKES = {"takes_codes": True, "formats": frozenset({"fp8_block"}), "numerics": "fp8_w8a8"}
+TAKES = {
+    "promises": Promises(takes_codes=True),
+    "formats": frozenset({"fp8_block"}),
+    "numerics": "fp8_w8a8",
+}
 
 # Honesty.
 

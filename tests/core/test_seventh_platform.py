@@ -48,7 +48,32 @@ BROKEN = {
         *("silu_mul", "waits for the device"),
     ),
     "honesty": ("kernels", GATE, ")", "silu_mul", "accepts a device of type"),
+    "codes": (
+        *("coded", "quantize(rows, x, packed)\n", "quantize(rows, x * 2, packed)\n"),
+        *("experts", "codes"),
+    ),
 }
+# Experts that take codes, which new-plugin's package has none of.
+CODED = """\
+from ds_runtime.ops.reference.matrices.coded_experts import Fp8W8A8Experts
+
+
+class Coded(Fp8W8A8Experts):
+    def quantize(self, rows, x, packed):
+        return super().quantize(rows, x, packed)
+"""
+OFFER = """\
+OFFERS += (
+    septima.offer(
+        "experts",
+        "coded:Coded",
+        RANK_SPECIALISED,
+        formats={"fp8_block"},
+        numerics="fp8_w8a8",
+        promises=Promises(graph_safe=False, skips_absent=True, takes_codes=True),
+    ),
+)
+"""
 
 
 def written(folder: Path) -> Path:
@@ -122,6 +147,10 @@ def test_it_serves_over_http(installed: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One to edit; imported here."""
     package = written(tmp_path)
+    folder = package / f"ds_runtime_{NAME}"
+    (folder / "coded.py").write_text(CODED)
+    with (folder / "kernels.py").open("a") as kernels:
+        kernels.write(OFFER)
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.syspath_prepend(str(package / "metadata"))
     yield package
@@ -136,7 +165,7 @@ def conform(*args: str) -> int:
 def test_as_it_is_it_conforms(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert conform("--receipts", str(package)) == 0
     said = capsys.readouterr().out
-    assert said.count(" conforms (signature") == 2
+    assert said.count(" conforms (signature") == 3
     (receipt,) = package.glob(f"{NAME}-{NAME}_x1.json")
     asked = [set(k["checks"]) for k in json.loads(receipt.read_text())["kernels"]]
     assert set.union(*asked) == {"signature", *CHECKS}

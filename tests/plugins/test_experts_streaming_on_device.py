@@ -18,8 +18,9 @@ SHAPES = (  # experts, intermediate, hidden, choices of a token
     (8, 128, 128, 2),
     (300, 256, 7168, 8),  # several blocks sort and quantise a row; more tiles than blocks
 )
-FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")
-FORMATS = {True: ("fp8_experts.v1", 0.06), False: ("dense_experts.v1", 0.006)}
+FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90", frozenset({"triton"})), "bfloat16")
+# FP8: the op's tolerance. Exact FP8 arithmetic over these draws is up to 0.0638 off.
+FORMATS = {True: ("fp8_experts.v1", 0.08), False: ("dense_experts.v1", 0.006)}
 
 
 def weights(fp8: bool, experts: int, inter: int, hidden: int, powers: bool = False) -> Packed:

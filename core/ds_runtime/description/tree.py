@@ -28,7 +28,8 @@ HEAD, EMBEDDING = "lm_head", "embed_tokens"
 HEADS = (HEAD, "head")  # the second: DeepSeek-V4's native name
 ATTENTION, MLP = "self_attn", "mlp"
 INDEXER = f"{ATTENTION}.indexer"
-EXPERTS = f"{MLP}.experts"
+EXPERTS, SHARED = f"{MLP}.experts", f"{MLP}.shared_experts"
+QKV_A, Q_B, DOWN = "qkv_a_proj", "q_b_proj", "down_proj"  # linears that an op feeds
 COMPRESSOR = "compressor"  # below attention and its indexer
 
 

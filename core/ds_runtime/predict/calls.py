@@ -10,9 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from ds_runtime.assembly.crossing import Crossing, takes_codes
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.description.tree import ATTENTION, HEAD, MLP, padded
+from ds_runtime.description.tree import (
+    ATTENTION,
+    DOWN,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    Q_B,
+    QKV_A,
+    SHARED,
+    padded,
+)
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
@@ -25,13 +35,13 @@ Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of
 APART = {"logprobs", "mask_logits"}  # that a request asks for
 _IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
-_IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in ("qkv_a_proj", "q_b_proj"))}
+_IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in (QKV_A, Q_B))}
 _CHOICE = {"router_logits", "route", "route_softplus"}
 _BEHIND = {"mla_decode", "sparse_decode"}  # what attends
 _FED = {  # the end of a module → where the op in front of it is, and which: it brings codes
-    "qkv_a_proj": ("block", "add_rms_norm_quantize"),
-    "q_b_proj": (ATTENTION, "rms_norm_quantize"),
-    "down_proj": ("", "silu_mul_quantize"),
+    QKV_A: ("block", "add_rms_norm_quantize"),
+    Q_B: (ATTENTION, "rms_norm_quantize"),
+    DOWN: ("", "silu_mul_quantize"),
 }
 
 
@@ -49,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PricedCall:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
     part of a step that is captured; count: how often it is made; branch: of which of two sides, if
     a capture may hold it in parallel with the other."""
@@ -109,7 +119,7 @@ def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
     return replace(work, weights=share * work.weights)
 
 
-def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
+def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
     bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
@@ -127,7 +137,7 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
             held = "dense"
             if site.weight_format in serves.keeps:
                 held = site.weight_format
-            yield Call(
+            yield PricedCall(
                 site.op,
                 serves,
                 method,
@@ -140,7 +150,7 @@ def calls(assembly: Assembly, step: Step) -> Iterator[Call]:
 
 
 def _branch(site: Site) -> Branch:
-    if site.module.startswith(f"{MLP}.shared_experts"):
+    if site.module.startswith(SHARED):
         return "shared"
     return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
@@ -159,7 +169,7 @@ def _count(site: Site, step: Step, bound: Bound) -> int:
     if site.module == "block":
         return _norms(here, site.layer).count(site.op)
     if (site.module, site.op) == (ATTENTION, "rms_norm"):  # of queries; that of latents is fused
-        up = (site.layer, f"{ATTENTION}.q_b_proj", "linear")
+        up = (site.layer, f"{ATTENTION}.{Q_B}", "linear")
         return int(up in bound and "rms_norm_quantize" not in here)
     return int(not any(site.op in OPS[other].uses for other in here - _IN_PREFIX))
 
@@ -208,7 +218,7 @@ def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
         routed = site.module == "mlp" or "shared" in site.module
         moe = assembly.model.is_moe(site.layer)
         return own if by_number and routed and moe else every
-    return every if site.module == "embed_tokens" else own
+    return every if site.module == EMBEDDING else own
 
 
 def _sizes(assembly: Assembly, site: Site, step: Step) -> Sizes:
@@ -218,7 +228,7 @@ def _sizes(assembly: Assembly, site: Site, step: Step) -> Sizes:
     if cost is not None and cost.by_width:
         width = model.q_lora or model.kv_lora if site.module == ATTENTION else model.hidden
         for other, _ in assembly.binding.choices:
-            if (other.layer, other.module) == (site.layer, f"{site.module}.down_proj"):
+            if (other.layer, other.module) == (site.layer, f"{site.module}.{DOWN}"):
                 width = other.shape[1]
     return Sizes(
         facts=site_facts(base, site, assembly.binding.entries),
@@ -258,12 +268,10 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
     if groups == 1:  # behind a FFN and the embedding
         yield Crossed("all_reduce", mesh.tp, every * width, layers + 1)
     else:
-        routed = crossing.routed if takes_codes(assembly) else 0
-        yield Crossed("gather_rows", groups, every * width, layers - routed)
-        if routed:
-            yield Crossed("gather_rows", groups, every * (width - crossing.coded), routed)
-        if crossing.routed:  # weights and ids of chosen experts
-            yield Crossed("gather_rows", groups, every * crossing.choices, crossing.routed)
+        yield Crossed("gather_rows", groups, every * width, layers - crossing.routed)
+        if crossing.routed:  # with weights and ids of chosen experts
+            joined = width - crossing.coded + crossing.choices
+            yield Crossed("gather_rows", groups, every * joined, crossing.routed)
         yield Crossed("gather_rows", groups, every * 8, 1)  # tokens
         yield Crossed("reduce_scatter", groups, every * width, layers + 1)
         yield Crossed("gather_rows", groups, wanted * width, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
-from ds_runtime.predict.calls import Call, Step, arithmetic, calls, crossed
+from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
 from ds_runtime.predict.costs import Costs
 
 COLLECTIVES, BESIDE = "collectives", "in parallel"
@@ -93,7 +93,7 @@ def _filled(assembly: Assembly, step: Step) -> Step:
     return Step(step.phase, size * groups, size * groups, step.context)
 
 
-def _seconds(costs: Costs, call: Call, found: Predicted, dtype: str) -> float:
+def _seconds(costs: Costs, call: PricedCall, found: Predicted, dtype: str) -> float:
     names = [call.name, call.name.replace(":apply_quantized", ":apply")]
     for name in names:
         if name in costs.kernels:

@@ -37,6 +37,7 @@ class MakesCodes:
     def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None:
         """See QuantizedExperts."""
         packed.expect(FP8_EXPERTS)
+        x = x if x.stride(1) == 1 else x.contiguous()
         return quantise(x, powers=bool(packed.tensors.get("ue8m0", False)))
 
 

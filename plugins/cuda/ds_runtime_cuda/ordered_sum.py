@@ -78,7 +78,7 @@ class NvlinkCommunicator(TorchCommunicator):
 
     def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
         """None where a rank could not share its memory; rank 0 says why."""
-        if self.size not in self._sizes():
+        if not all(self.gather_objects(self.size in self._sizes())):
             return None
         assert self._device is not None
         made = OrderedSum(self._group, values, self._device)

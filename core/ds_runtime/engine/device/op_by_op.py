@@ -21,7 +21,7 @@ from ds_runtime.ops.batch import Batch, RowOrder
 
 
 @dataclass(slots=True)
-class _Step:
+class _EagerStep:
     """What phases leave for those behind them. hidden: [T, hidden]; wanted: [logit rows, hidden];
     rows: [draws] the row of each; behind: of the draft layer, as KeptTokens has them.
     """
@@ -52,11 +52,11 @@ class OpByOp:
         self.prefills = prefills
         self._branching = branching(parts.shape)
 
-    def begin(self, handle: Handle, judges: bool) -> _Step:
+    def begin(self, handle: Handle, judges: bool) -> _EagerStep:
         """judges: drafts are, and the draft layer runs over the step's tokens."""
-        return _Step(handle, judges, any(w.tokens is not None for w in handle.plan.works))
+        return _EagerStep(handle, judges, any(w.tokens is not None for w in handle.plan.works))
 
-    def inputs(self, step: _Step) -> None:
+    def inputs(self, step: _EagerStep) -> None:
         """Send what the step is made of, and tell kernels of it."""
         parts, works = self._parts, step.handle.plan.works
         sent = step.sent = Upload(parts.device)
@@ -72,7 +72,7 @@ class OpByOp:
         drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
         read_last_tokens(step.batch, parts.last_tokens, drawn)
 
-    def forward(self, step: _Step) -> None:
+    def forward(self, step: _EagerStep) -> None:
         """The model, over the rank's rows."""
         graph, parts, batch = None, self._parts, step.batch
         if self.prefills is not None and step.prompts:
@@ -87,7 +87,7 @@ class OpByOp:
         rows, due = step.wanted.shape[0], step.handle.wanted.rows
         assert rows == due, f"{rows} rows, {due} are due"
 
-    def draw(self, step: _Step) -> None:
+    def draw(self, step: _EagerStep) -> None:
         """If any work draws. Where they judge, drafts too."""
         wanted = step.handle.wanted
         if wanted.draws:
@@ -98,7 +98,7 @@ class OpByOp:
 
     judge = draw
 
-    def score(self, step: _Step) -> None:
+    def score(self, step: _EagerStep) -> None:
         """The tokens of prompts, as they are asked for."""
         wanted, handle = step.handle.wanted, step.handle
         for first in range(0, len(wanted.scores), SCORE_ROWS):
@@ -108,7 +108,7 @@ class OpByOp:
             handle.scored.append(finite_rows(logits))
             del logits  # before the next slice's
 
-    def settle(self, step: _Step) -> None:
+    def settle(self, step: _EagerStep) -> None:
         """Bring kept branches to their places."""
         assert step.own is not None
         step.rows = step.sent[step.own.rows]
@@ -119,13 +119,13 @@ class OpByOp:
                 given = self._parts, step.batch, step.branch, step.rows, step.own.works
                 self._branching.move(*given)
 
-    def tell(self, step: _Step) -> None:
+    def tell(self, step: _EagerStep) -> None:
         """Start to bring the host what was kept, if any work draws."""
         if step.handle.wanted.samplers:
             assert step.branch is not None
             step.drafting = Drafting(self._parts, step.handle, step.branch.accepted)
 
-    def follow(self, step: _Step) -> None:
+    def follow(self, step: _EagerStep) -> None:
         """The draft layer's run over the step's tokens."""
         self.settle(step)
         own, branch, batch, sent, hidden = step.own, step.branch, step.batch, step.sent, step.hidden
@@ -146,7 +146,7 @@ class OpByOp:
         step.behind = (*follow(self._parts, batch, hidden, ids, last, tail, drafts), tail)
         del step.batch, step.hidden, step.wanted  # before drafts take memory
 
-    def draft(self, step: _Step) -> None:
+    def draft(self, step: _EagerStep) -> None:
         """Once the host knows what was kept."""
         parts, (tail, logits, order) = self._parts, step.behind
         assert step.drafting is not None and logits is not None
@@ -154,7 +154,7 @@ class OpByOp:
         made = self._branching.drafts(parts) if self._branching else Chain(parts, drafts)
         step.drafting.run(made, tail, logits, order)
 
-    def _logits(self, step: _Step, rows: list[int]) -> Tensor:
+    def _logits(self, step: _EagerStep, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""
         hidden, adapters = step.wanted, self._parts.exchange.logit_adapters(step.batch)
         if len(rows) < hidden.shape[0]:  # rows are distinct and rising

@@ -35,7 +35,7 @@ def decode_step(size: int) -> str:
 
 
 @dataclass(slots=True)
-class _Step:
+class _ReplayedStep:
     """What phases leave for those behind them. number: of the rows of draws in what was sent, if
     they are not the first.
     """
@@ -113,11 +113,11 @@ class Replayed:
             record = lambda run: recorder.record(run, what)  # noqa: E731
             self.masked.capture(parts.sampler.settings((), self.masked.size), record)
 
-    def begin(self, handle: Handle, judges: bool) -> _Step:
+    def begin(self, handle: Handle, judges: bool) -> _ReplayedStep:
         """judges: is for steps op by op; behind a verification drafts always are."""
-        return _Step(handle)
+        return _ReplayedStep(handle)
 
-    def inputs(self, step: _Step) -> None:
+    def inputs(self, step: _ReplayedStep) -> None:
         """Send what the step is made of, and tell kernels of it. What draws behind a verification
         need is sent while the device verifies: the step before may have left the host no time.
         """
@@ -134,12 +134,12 @@ class Replayed:
         sent.send(self._buffer)
         parts.batch(added, sent, order())
 
-    def forward(self, step: _Step) -> None:
+    def forward(self, step: _ReplayedStep) -> None:
         """The model, over as many rows as were recorded."""
         assert self.replay is not None, "replayed before it was captured"
         self.replay()
 
-    def draw(self, step: _Step) -> None:
+    def draw(self, step: _ReplayedStep) -> None:
         """A token per work."""
         if self.verdict is not None:
             self.judge(step)
@@ -149,26 +149,26 @@ class Replayed:
         handle.finite = [self.finite[rows].clone()]
         draw(self._parts, handle, step.draws, self.logits[rows], sent)
 
-    def judge(self, step: _Step) -> None:
+    def judge(self, step: _ReplayedStep) -> None:
         """Tokens, and which drafts were right."""
         assert self.verdict is not None
         step.judged = self.verdict.run(step.handle, step.at)
 
-    def settle(self, step: _Step) -> None:
+    def settle(self, step: _ReplayedStep) -> None:
         """Bring kept branches to their places."""
         assert self.verdict is not None
         self.verdict.settle(step.judged)
 
-    def tell(self, step: _Step) -> None:
+    def tell(self, step: _ReplayedStep) -> None:
         """Start to bring the host what was kept."""
         step.drafting = Drafting(self._parts, step.handle, step.judged.accepted)
 
-    def follow(self, step: _Step) -> None:
+    def follow(self, step: _ReplayedStep) -> None:
         """The draft layer's run over the step's tokens, with kept branches at their places."""
         assert self.verdict is not None
         self.verdict.follow(self._parts.exchange.own(step.handle.plan.works), step.judged)
 
-    def draft(self, step: _Step) -> None:
+    def draft(self, step: _ReplayedStep) -> None:
         """Once the host knows what was kept."""
         exchange, results, size = self._parts.exchange, self._results, self.size
         tail, logits = results.tail[:size], results.tail_logits[: size * exchange.groups]

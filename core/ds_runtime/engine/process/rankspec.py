@@ -15,7 +15,6 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.config.ranks import check_secret
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
-from ds_runtime.kv.digest import weights_digest
 from ds_runtime.parallel.link.end import LinkKeys, is_free, secret
 from ds_runtime.parallel.link.messages import Hello
 from ds_runtime.parallel.mesh import Mesh
@@ -101,8 +100,11 @@ class RankSpec:
         """Digests of what this node loads, where others have files of their own."""
         if not self.nodes or self.config.load_format == "dummy":
             return ""
+        from ds_runtime.kv.digest import weights_digest  # reads tensors, by torch
+
         drafts = [] if assembly.nextn is None else [assembly.nextn.folder]
-        folders = dict.fromkeys([assembly.folder, *drafts])
+        adapters = [] if assembly.lora is None else [a.folder for a in assembly.lora.adapters]
+        folders = dict.fromkeys([assembly.folder, *drafts, *adapters])
         return " ".join(weights_digest(f, assembly.stamps, _COMPARED) for f in folders)
 
     def process_env(self) -> Mapping[str, str]:

@@ -30,13 +30,13 @@ class Absorbing:
     @classmethod
     def of(cls, assembly: Assembly, kernels: Iterable[object]) -> Absorbing | None:
         """kernels: all that attend decode rows. None where one of them has no `many_rows`, where
-        attention has another form anyway, and where rows are nodes of trees."""
+        attention has another form anyway, and where drafts branch."""
         config, model = assembly.config, assembly.model
         other = model.indexing is not None or model.hybrid is not None or model.expanded
-        trees = (
+        branch = (
             config.speculative_algorithm is not None and (config.speculative_eagle_topk or 1) > 1
         )
-        if other or trees or config.batch_invariant:
+        if other or branch or config.batch_invariant:
             return None
         found = [*kernels]
         if not found or not all(getattr(kernel, "many_rows", False) for kernel in found):

@@ -184,7 +184,7 @@ class Leader:
         if hello.weights != own.weights:
             return (
                 f"{place} has other weights than rank 0, under the same config.json: give every "
-                "node the same files of --model"
+                "node the same files of --model and --lora"
             )
         if hello.plan != own.plan:
             changes = self._differ(own.plan, hello.plan) or ["other notes, ranks or refusals"]
