@@ -239,6 +239,15 @@ def requests_that_fit(assembly: Assembly) -> int:
     return max([fit, *(config.graph_sizes or ())])
 
 
+def cached_tokens(assembly: Assembly) -> int | None:
+    """Tokens that the caches of all groups hold; None where memory is not the engine's own."""
+    if not assembly.platform.own_memory or not assembly.device.memory:
+        return None
+    room = max(0, idle_room(assembly))
+    blocks = CacheDivision.of(assembly.config, assembly.cache_sizes, room)
+    return blocks.pages * assembly.config.page_size * assembly.config.attn_dp
+
+
 def said(assembly: Assembly) -> list[str]:
     """Lines on what one rank's device will hold, where its memory is its own and known; and on what
     a KV cache of expanded keys and values costs."""

@@ -260,6 +260,12 @@ class Kernel:
     footprint: Footprint = field(default_factory=Footprint)
     compiles: Compiles = field(default_factory=Compiles)
 
+    def __post_init__(self) -> None:
+        groups = {"promises": Promises, "rows": RowRange, "footprint": Footprint}
+        for name, kind in {**groups, "compiles": Compiles}.items():
+            if not isinstance(given := getattr(self, name), kind):
+                raise TypeError(f"{self.name}: {name} is {given!r}: give {kind.__name__}(…)")
+
     @property
     def name(self) -> str:
         return f"{self.provider}.{self.fn.rsplit(':', 1)[-1]}"

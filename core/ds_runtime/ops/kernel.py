@@ -55,6 +55,10 @@ class RowRange:
     methods: frozenset[str] = frozenset()
     bits: str = ""
 
+    def __post_init__(self) -> None:
+        if min(self.first, self.below) < 0 or 0 < self.below <= self.first:
+            raise ValueError(f"{self}: no number of rows is at least first and below `below`")
+
     @property
     def bounded(self) -> bool:
         """Whether it asks for calls of some sizes alone."""

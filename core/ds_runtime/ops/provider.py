@@ -73,7 +73,7 @@ class Provider:
             says.setdefault("numerics", self.numerics.get(next(iter(formats)), ""))
         for name in says.keys() & _SETS:
             says[name] = frozenset(says[name])
-        if compiles := says.get("compiles"):
+        if isinstance(compiles := says.get("compiles"), Compiles):
             below = {n: f"{self.package}.{path}" for n, path in asdict(compiles).items() if path}
             says["compiles"] = Compiles(**below)
         refuse = gates(*((self.gate,) if self.gate else ()), *each)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ds_runtime.assembly import room
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
 from ds_runtime.predict.costs import Costs
 
-COLLECTIVES, BESIDE = "collectives", "in parallel"
+COLLECTIVES, BESIDE, HOST = "collectives", "in parallel", "waiting for the host"
 BATCHES = (1, 8, 32, 64, 128, 256, 512)  # of decode steps
 PROMPT = 512  # tokens of each prompt of a prefill
 
@@ -77,7 +78,10 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     if captured:
         found.seconds += costs.replay
     elif platform.asynchronous:
-        found.seconds = max(found.seconds, queued * costs.launch)
+        waits = queued * costs.launch - found.seconds
+        if waits > 0:  # the device waits for the host
+            found.add(HOST, waits)
+            found.seconds += waits
     if mesh.size > 1:
         rows = -(-step.rows // mesh.attn_dp)
         wire = Crossing.of(assembly).wire(assembly.model.layers, rows)
@@ -115,9 +119,11 @@ def said(assembly: Assembly, costs: Costs, context: int) -> list[str]:
     )
     decoded = [one for one in steps if one.step.phase == "decode"]
     each = ", ".join(f"{one.step.rows}: {one.seconds * 1e3:.2f} ms" for one in decoded)
-    lines.append(f"decode step by requests of {context} cached tokens each: {each}")
-    for one in (decoded[0], decoded[-1]):
-        lines.append(f"  of {one.step.rows}: {_parts(one)}")
+    lines.append(f"decode step, by requests with {context} cached tokens each: {each}")
+    if not decoded:
+        lines[-1] += "the KV cache has no room for one"
+    for one in decoded[:: max(1, len(decoded) - 1)]:
+        lines.append(f"  longest parts of {one.step.rows}, ms: {_parts(one)}")
     for one in steps[len(decoded) :]:
         rate = one.step.rows / one.seconds
         lines.append(
@@ -128,18 +134,31 @@ def said(assembly: Assembly, costs: Costs, context: int) -> list[str]:
     measured = {ranks for curves in costs.collectives.values() for ranks in curves}
     if assembly.mesh.size > 1 and measured and assembly.mesh.tp not in measured:
         ranks = ", ".join(map(str, sorted(measured)))
-        lines.append(f"collectives were measured of {ranks} ranks; others follow from these bytes")
+        lines.append(
+            f"collectives were measured with {ranks} ranks; their times with more follow from the "
+            "bytes that each rank receives"
+        )
+    if assembly.mesh.size > 1 and not assembly.platform.own_memory:
+        lines.append("ranks share this host's cores and memory: real steps take longer than these")
     if assembly.mesh.hosts > 1:
         lines.append("collectives were measured on one machine: links to others take longer")
+    if slow := sorted(name for name in missing if name.startswith("reference.")):
+        lines.append(f"references take many times as long as is predicted: {', '.join(slow)}")
+    between = sorted(name for name in missing if name.endswith(" between ranks"))
+    if between and not assembly.device.link_bandwidth:
+        lines.append(f"not measured, counted as nothing: {', '.join(between)}")
+        missing -= set(between)
     if missing:
-        lines.append(f"not measured, taken as fast as the device: {', '.join(sorted(missing))}")
+        lines.append(f"not measured; counted with the least time that the device allows: {', '.join(sorted(missing))}")
     return lines
 
 
 def predictions(assembly: Assembly, costs: Costs, context: int) -> Iterator[Predicted]:
     """Of decode steps of `BATCHES`, as many as run at once, and of a whole step of prompts."""
     most = assembly.config.max_running_requests
-    sizes = [n for n in BATCHES if n <= most] or [most]
+    if (fits := room.cached_tokens(assembly)) is not None:
+        most = min(most, fits // context)
+    sizes = [n for n in BATCHES if n <= most] or [n for n in (most,) if n]
     for requests in sizes:
         yield predict(assembly, costs, decode(requests, context))
     tokens = min(assembly.config.max_step_tokens, assembly.config.chunked_prefill_size)

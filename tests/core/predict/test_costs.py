@@ -250,7 +250,7 @@ def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
     costs([Point(1, 1, 1, 1)], device=decided(folder).device.name).write(path)
     assert main([*plan, "--cached-tokens", "64"]) == 0
     out = capsys.readouterr().out
-    assert "decode step by requests of 64 cached tokens each: 1: " in out
+    assert "decode step, by requests with 64 cached tokens each: 1: " in out
     assert "prefill of 512 tokens" in out and "not measured" in out
     assert main([*plan, "--json"]) == 0
     assert any("decode step" in line for line in json.loads(capsys.readouterr().out)["memory"])
@@ -269,11 +269,11 @@ def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsy
     assert main([*plan, "--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"]) == 0
     out = capsys.readouterr().out
     assert "of each rank: weights" in out and "that each rank receives" in out
-    steps_said = re.search(r"decode step by requests .*?: (.*)", out)[1]
+    steps_said = re.search(r"decode step, by requests .*?: (.*)", out)[1]
     found = {int(n): float(ms) for n, ms in re.findall(r"(\d+): ([\d.]+) ms", steps_said)}
     assert list(found) == list(steps.BATCHES)
     assert list(found.values()) == sorted(found.values())
-    assert "collectives were measured of 2 ranks" in out
+    assert "collectives were measured with 2 ranks" in out
     # every expert of a rank once, for 512 requests, is the least that a step reads
     assert found[512] > 58 * 32 * 3 * 7168 * 2048 / 4e12 * 1e3
 
