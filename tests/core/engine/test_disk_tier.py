@@ -22,11 +22,11 @@ from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import OWN, Realm
-from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.disk import Disk, _Writing
 from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import LOST, DiskHand
-from ds_runtime.kv.tiers.host import POLICIES, own_root
+from ds_runtime.kv.tiers.host import BACK, POLICIES, own_root
 from ds_runtime.kv.tiers.linked import DiskFollower, DiskJob
 from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.roots import SharedRoots
@@ -507,6 +507,24 @@ def test_a_process_ends_while_its_files_hang(tmp_path, way, closes):
     finally:
         done.kill()
     assert out == "end\n" and done.returncode == 0
+
+
+@given(host=st.integers(1, 60), pages=st.integers(0, 12), states=st.integers(0, 12))
+@settings(max_examples=examples(60), deadline=None)
+def test_no_more_settles_than_may_be_on_its_way(tmp_path_factory, host, pages, states):
+    """Pages and states on their way count alike, so that these may be more than a share of the
+    slots of either; what stays is for the next time."""
+    rig, disk = engine(tmp_path_factory.mktemp("d") / "cache", {}, BACK, host=host)
+    below = rig.ranks[0].below
+    asked(rig, "a", LONG, max_tokens=1)
+    assert (before := [*below._only_here]), "nothing waits to settle"
+    for kind, count in (("page", pages), ("state", states)):
+        disk._noted += [_Writing(below.pages, kind, 0, NAME)] * count
+    most = max(1, host // 4) - pages - states
+    count = below.settle()
+    assert count == len(before) - len(below._only_here) == min(-(-max(0, most) // 2), len(before))
+    disk._noted.clear()
+    disk.close()
 
 
 @pytest.mark.parametrize("part", [0, 1])

@@ -113,7 +113,7 @@ class HostTier:
     def settle(self) -> int:
         """Nothing runs, and the process may end: what only the device has is saved, as many pages
         as may be on their way to the disk. How many."""
-        room = 0 if self.disk is None else self.disk.room(self.pages)
+        room = 0 if self.disk is None else max(0, self.disk.room(self.pages))
         some = [*self._only_here][: -(-room // 2)]  # there may be a state beside each
         for node in some:
             del self._only_here[node]
