@@ -84,6 +84,11 @@ class Disk:
         return bool(self._noted or self._owed or self._writing or self._reading)
 
     @property
+    def left(self) -> int:
+        """How many pages and states are not written yet."""
+        return len(self._owed) + len(self._writing)
+
+    @property
     def stopped(self) -> str:
         """Why nothing is written any more; "" while it is."""
         return self._hands.stopped
@@ -167,7 +172,7 @@ class Disk:
         for written in [one for one in self._writing if one.done()]:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
-            self.bytes_written += written.result()
+            self.bytes_written += max(0, written.result())
         self._catch_up()
         for one in self._noted:
             self._writing[self._hands.write(one.kind, one.slot, one.name)] = one
@@ -197,15 +202,13 @@ class Disk:
         """Write what is on its way, for so long at most. Whether all is written."""
         until = time.monotonic() + seconds
         self.poll(idle=True)
-        while (self._owed or self._writing) and (left := until - time.monotonic()) > 0:
+        while self.left and (left := until - time.monotonic()) > 0:
             self._hands.wait(self._writing, min(left, 1.0))
             self.poll(idle=True)
-        return not (self._owed or self._writing)
+        return not self.left
 
-    def close(self, seconds: float = PATIENCE) -> int:
-        """The same, and leave; how many pages and states were not written."""
+    def close(self, seconds: float = PATIENCE) -> None:
+        """The same, and leave."""
         self.drain(seconds)
-        left = len(self._owed) + len(self._writing)
-        self._hands.close(leaves=left > 0)
+        self._hands.close(leaves=self.left > 0)
         self.poll()
-        return left
