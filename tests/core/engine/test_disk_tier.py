@@ -476,6 +476,49 @@ def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
     assert not disk.lags and not slots._reserved and len(begun) == min(hung, 4)
 
 
+@given(prompts=st.lists(st.integers(0, 3), min_size=2, max_size=5), hung=st.integers(1, 4))
+@settings(max_examples=examples(12), deadline=None)
+def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, prompts, hung):
+    """All prompts of that time do, and none that comes later, until the reads have ended."""
+    top, known = tmp_path_factory.mktemp("d") / "cache", {}
+    first, disk = engine(top, known)
+    for number in range(4):
+        asked(first, str(number), [number, *LONG], max_tokens=4)
+    disk.close()
+    rig, disk = engine(top, known)
+    release, read, begun = threading.Event(), disk.folder.read, list[bytes]()
+
+    def stuck(name, *given):
+        begun.append(name)
+        if len(begun) <= hung:
+            release.wait(60)
+        return read(name, *given)
+
+    disk.folder.read = stuck
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_runtime.kv.tiers.disk.LONGEST", 0.3)
+        fetch, waits = disk.fetch, list[bool]()
+
+        def fetched(wanted):
+            waits.append(not (made := fetch(wanted)).done)
+            return made
+
+        disk.fetch = fetched
+        try:
+            for turn, number in enumerate(prompts):
+                asked(rig, str(turn), [number, *LONG, turn], max_tokens=1)
+        finally:
+            release.set()
+        assert waits[0] and not any(waits[1:]) and len(waits) >= len(prompts)
+    disk.fetch = fetch
+    while disk.lags:
+        disk.poll(idle=True, seconds=0.1)
+    before = disk.num_read
+    assert asked(rig, "again", [3, *LONG, 30], max_tokens=1) > 0
+    assert 3 in prompts or disk.num_read > before
+    disk.close()
+
+
 HANGS = """
     import sys, time
     from pathlib import Path

@@ -64,6 +64,7 @@ class Disk:
         self._writing: dict[Future[int], _Writing] = {}
         self._reading: dict[Future[int], _Bringing] = {}
         self._fetches: list[Fetch] = []
+        self._late = False  # somebody has waited for longer than is waited for
         self._told = False
         self.num_read = self.bytes_written = self.bytes_read = 0
 
@@ -123,8 +124,8 @@ class Disk:
                 self._noted.append(one)
 
     def has(self, name: bytes, kind: str) -> bool:
-        """Whether a file of this name is there."""
-        return self.folder.has(name, kind)
+        """Whether a file of this name is there; none is while reads hang."""
+        return not (self._late and self._reading) and self.folder.has(name, kind)
 
     def fetch(self, wanted: Sequence[Wanted]) -> Fetch:
         """Have files read: (slots to take one of, kind, name, what to do with a slot once it is
@@ -179,7 +180,10 @@ class Disk:
         self._noted = []
         now = time.monotonic()
         for fetch in self._fetches:
-            fetch.done = not fetch.left or now > fetch.until
+            late = fetch.left > 0 and now > fetch.until
+            self._late |= late
+            fetch.done = late or not fetch.left
+        self._late &= bool(self._reading)
         self._fetches = [one for one in self._fetches if not one.done]
         if self.stopped and not self._told:
             self._told = True
