@@ -5,8 +5,8 @@ second tree is needed. A prompt that has left the device's tree continues by nam
 lies on the device first, then on the host. Which pages are on both is the write policy's to say.
 
 Copies are only noted here. A plan carries them to every rank, which queue them in front of its
-step: pages to the host, then pages from there, then states, each in its order. So a slot may change
-hands as soon as the plan is made.
+step: pages to the host, then pages from there, then states, in effect in this order. So a slot may
+change hands as soon as the plan is made.
 """
 
 from __future__ import annotations
