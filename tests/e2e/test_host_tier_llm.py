@@ -7,7 +7,9 @@ import random
 import pytest
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.engine.step.result import Handle
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.tiers.copies import HostCopies
 from ds_runtime.platform.page_copies import TorchPageCopies
 
 SETTINGS = {
@@ -36,6 +38,28 @@ def turns(llm, rounds=3, length=100, top=258):
             tiers.append(output.usage.cached_by_tier)
             prompts[number] = [*prompt, *output.token_ids, 7, 8, 9]
     return said, cached, tiers
+
+
+def test_results_start_for_the_host_in_front_of_the_wait_for_saves(tiny, monkeypatch):
+    """Of every step that saves, so that no first token waits for pages of others."""
+    order, end, download = list[str](), HostCopies.end, Handle.download
+
+    def ended(copies):
+        order.append("saves" if copies._saving is not None else "none")
+        end(copies)
+
+    def downloads(handle):
+        order.append("results")
+        download(handle)
+
+    monkeypatch.setattr(HostCopies, "end", ended)
+    monkeypatch.setattr(Handle, "download", downloads)
+    with LLM(tiny, **SETTINGS, enable_hierarchical_cache=True, hicache_ratio=8) as llm:
+        order.clear()
+        turns(llm, rounds=1)
+    waits = [n for n, what in enumerate(order) if what == "saves"]
+    assert len(waits) >= 6
+    assert {order[n - 1] for n in waits} == {"results"}
 
 
 SPARSE = {**SETTINGS, "context_length": 400, "kv_memory": "6MB"}

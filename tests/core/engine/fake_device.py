@@ -107,8 +107,10 @@ class FakeDevice:
 
     @staticmethod
     def saves_late(plan: StepPlan) -> bool:
-        """As late as may be: what it saves may be read behind its writes, but in front of loads."""
-        return not (plan.hurried or plan.loads)
+        """As late as may be: what it saves may be read behind its loads and writes, unless it says
+        otherwise, or loads from the same slot."""
+        filled = {(group, slot) for group, _, slot in plan.saves}
+        return not (plan.hurried or any((g, slot) in filled for g, slot, _ in plan.loads))
 
     def launch(self, plan: StepPlan) -> StepResult:
         if not self.saves_late(plan):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stderr
 from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +24,7 @@ from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import LOST, DiskHand
 from ds_runtime.kv.tiers.host import BACK, POLICIES
-from ds_runtime.kv.tiers.linked import DiskFollower, DiskLink, LinkedHands
+from ds_runtime.kv.tiers.linked import DiskDone, DiskFollower, DiskLink, LinkedHands
 from ds_runtime.kv.tiers.slots import TierSlots
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
@@ -185,6 +188,42 @@ def test_who_waits_for_the_file_of_a_rank_that_died_learns_it(tmp_path, waits):
     assert not waiting.is_alive() and "rank 1 has left" in str(raised[0])
     leader.part()
     hands.close()
+
+
+@given(
+    saved=st.lists(st.integers(0, 10), min_size=1, max_size=4), answers=st.sets(st.integers(1, 9))
+)
+@settings(max_examples=examples(25), deadline=None)
+def test_closing_counts_what_no_group_has_written(tmp_path_factory, saved, answers):
+    """Ranks of other machines answer some writes, and the rest never."""
+    folder = DiskFolder(tmp_path_factory.mktemp("d") / "cache", 10**6)
+    jobs, said = list[int](), list[bytes]()
+
+    def send(job):
+        jobs.append(job.number)
+        if job.number in answers:
+            said.append(msgspec.msgpack.encode(DiskDone(number=job.number, nbytes=7)))
+
+    def told(milliseconds):
+        found = said.copy()
+        said.clear()
+        return found
+
+    link = DiskLink(send, told)
+    every = [Disk(folder, LinkedHands(link, group, None, 1)) for group in range(len(saved))]
+    for disk, count in zip(every, saved, strict=True):
+        slots = TierSlots(40)
+        for number in range(count):
+            disk.save(slots, "page", slots.take(bytes([number])), bytes([number]))
+    disks, text = Disks(every), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(text):
+        patch.setattr("ds_runtime.kv.tiers.disks.PATIENCE", 0.05)
+        disks.close(settle=lambda: False)
+    written = len(answers & {*jobs})
+    assert disks.bytes_written == 7 * written
+    left = sum(saved) - written
+    assert text.getvalue().count("warning") == (left > 0)
+    assert f": {left} pages were not written" in text.getvalue() or not left
 
 
 def engine(folder, known, policy, pages, host):

@@ -22,11 +22,12 @@ from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.kv.chain import page_keys
 from ds_runtime.kv.keys import Origin
 from ds_runtime.kv.prefix import OWN, Realm
-from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.disk import Disk, _Writing
 from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.kv.tiers.hand import LOST, DiskHand
-from ds_runtime.kv.tiers.host import POLICIES, own_root
+from ds_runtime.kv.tiers.host import BACK, POLICIES, own_root
+from ds_runtime.kv.tiers.linked import DiskFollower, DiskJob
 from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.roots import SharedRoots
 from ds_runtime.kv.tiers.slots import TierSlots
@@ -430,8 +431,143 @@ def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
     assert 0.4 < took < 5
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: --disk-cache {folder.folder}: {20 - hangs} pages were not")
-    disk._hands._writer.shutdown(wait=True)
+    disk._hands._writer.close()
     assert len(begun) == hangs + 1, "what had not begun is left out"
+
+
+@pytest.mark.parametrize("hung", [1, 4, 20])
+@pytest.mark.parametrize("follows", [False, True])
+def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
+    """Rank 0 and others alike: those that have not begun never do."""
+    folder, slots = DiskFolder(tmp_path / "cache", 10**6), TierSlots(30)
+    release, begun, read = threading.Event(), list[bytes](), folder.read
+    for number in range(hung):
+        folder.write(named(number), "page", views(bytes(100)))
+
+    def stuck(name, *given):
+        begun.append(name)
+        release.wait(30)
+        return read(name, *given)
+
+    folder.read = stuck
+    hand = DiskHand(folder, HostBytes(30))
+    disk, follower = Disk(folder, hand), DiskFollower(hand, 0)
+    for number in range(hung):
+        if follows:
+            follower.take(DiskJob(number=number, group=0, way="read", kinds=["page"], name=NAME))
+        else:
+            keep = partial(slots.adopt, named(number))
+            disk.fetch([(slots, "page", named(number), keep)])
+    begin = time.monotonic()
+    while len(begun) < min(hung, 4):
+        assert time.monotonic() < begin + 20
+        time.sleep(0.01)
+    begin = time.monotonic()
+    try:
+        (follower if follows else disk).close()
+        took = time.monotonic() - begin
+        assert len(slots._reserved) == (0 if follows else min(hung, 4)), "threads fill these yet"
+    finally:
+        release.set()
+    assert took < 5
+    hand._readers.close()
+    disk.poll()
+    slots.check()
+    assert not disk.lags and not slots._reserved and len(begun) == min(hung, 4)
+
+
+@given(prompts=st.lists(st.integers(0, 3), min_size=2, max_size=5), hung=st.integers(1, 4))
+@settings(max_examples=examples(12), deadline=None)
+def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, prompts, hung):
+    """All prompts of that time do, and none that comes later, until the reads have ended."""
+    top, known = tmp_path_factory.mktemp("d") / "cache", {}
+    first, disk = engine(top, known)
+    for number in range(4):
+        asked(first, str(number), [number, *LONG], max_tokens=4)
+    disk.close()
+    rig, disk = engine(top, known)
+    release, read, begun = threading.Event(), disk.folder.read, list[bytes]()
+
+    def stuck(name, *given):
+        begun.append(name)
+        if len(begun) <= hung:
+            release.wait(60)
+        return read(name, *given)
+
+    disk.folder.read = stuck
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_runtime.kv.tiers.disk.LONGEST", 0.3)
+        fetch, waits = disk.fetch, list[bool]()
+
+        def fetched(wanted):
+            waits.append(not (made := fetch(wanted)).done)
+            return made
+
+        disk.fetch = fetched
+        try:
+            for turn, number in enumerate(prompts):
+                asked(rig, str(turn), [number, *LONG, turn], max_tokens=1)
+        finally:
+            release.set()
+        assert waits[0] and not any(waits[1:]) and len(waits) >= len(prompts)
+    disk.fetch = fetch
+    while disk.lags:
+        disk.poll(idle=True, seconds=0.1)
+    before = disk.num_read
+    assert asked(rig, "again", [3, *LONG, 30], max_tokens=1) > 0
+    assert 3 in prompts or disk.num_read > before
+    disk.close()
+
+
+HANGS = """
+    import sys, time
+    from pathlib import Path
+    from ds_runtime.kv.tiers.folder import DiskFolder
+    from ds_runtime.kv.tiers.hand import DiskHand
+
+    class Memory:
+        queued = 0
+        def parts(self, kind, slot): return [memoryview(bytearray(100))]
+        def ended(self, finish): return 0
+
+    folder, way = DiskFolder(Path(sys.argv[1]), 10**6), sys.argv[2]
+    setattr(folder, way, lambda *given: time.sleep(600))
+    hand = DiskHand(folder, Memory())
+    for number in range(6):
+        getattr(hand, way)("page", number, bytes([number]) * 32)
+    if sys.argv[3] == "closes":
+        hand.close(leaves=True)
+    print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("closes", ["closes", "leaves"])
+def test_a_process_ends_while_its_files_hang(tmp_path, way, closes):
+    done = start(HANGS, tmp_path / "cache", way, closes)
+    try:
+        out, _ = done.communicate(timeout=30)
+    finally:
+        done.kill()
+    assert out == "end\n" and done.returncode == 0
+
+
+@given(host=st.integers(1, 60), pages=st.integers(0, 12), states=st.integers(0, 12))
+@settings(max_examples=examples(60), deadline=None)
+def test_no_more_settles_than_may_be_on_its_way(tmp_path_factory, host, pages, states):
+    """Pages and states on their way count alike, so that these may be more than a share of the
+    slots of either; what stays is for the next time."""
+    rig, disk = engine(tmp_path_factory.mktemp("d") / "cache", {}, BACK, host=host)
+    below = rig.ranks[0].below
+    asked(rig, "a", LONG, max_tokens=1)
+    assert (before := [*below._only_here]), "nothing waits to settle"
+    for kind, count in (("page", pages), ("state", states)):
+        disk._noted += [_Writing(below.pages, kind, 0, NAME)] * count
+    most = max(1, host // 4) - pages - states
+    count = below.settle()
+    assert count == len(before) - len(below._only_here) == min(-(-max(0, most) // 2), len(before))
+    disk._noted.clear()
+    disk.close()
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -446,7 +582,7 @@ def test_what_is_forgotten_nobody_reads_from_then_on(tmp_path, part, kinds):
         hand.write(kind, 0, NAME).result(10)
         assert both[1].has(own, kind)
     goes_on = threading.Event()
-    behind = hand._writer.submit(goes_on.wait, 20)
+    behind = hand._writer.submit(lambda: goes_on.wait(20))
     written = [hand.write(kind, 0, named(5)) for kind in ("page", "state")]
     again = hand._own(named(5))
     hand.forget(NAME, kinds)

@@ -6,15 +6,21 @@ The device of these tests saves pages as late as it may, and has real caches for
 from __future__ import annotations
 
 import pytest
+import torch
 from fake_device import FakeDevice, Rig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_scheduler_random import Traffic
-from toy_model import ToyDevice, toy
+from toy_model import CPU, FAR, NUMBERS, ToyDevice, toy
 
+from ds_runtime.kv.caches import allocate
+from ds_runtime.kv.tiers.copies import HostCopies
 from ds_runtime.kv.tiers.host import BACK, POLICIES, SELECTIVE, THROUGH
 from ds_runtime.kv.tiers.slots import TierSlots
+from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.contracts.caches import LaidGroup
+from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
 LONG = list(range(1, 38))  # 9 pages and a token
@@ -199,6 +205,58 @@ def test_sessions_go_on_exactly(sessions, pages, host, policy, overlap):
         prompt = [*said.get(session, [session])[:24], *[turn % 7] * min(more, 9)]
         asked(rig, str(turn), prompt, max_tokens=4)
         said[session] = prompt + rig.answers[str(turn)].tokens
+
+
+class Noting(TorchPageCopies):
+    """Which way copies went."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.ways = list[str]()
+
+    def save(self, layers):
+        self.ways.append("save")
+        return super().save(layers)
+
+    def load(self, layers):
+        self.ways.append("load")
+        return super().load(layers)
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6)
+
+
+@given(
+    saves=PAIRS.map(lambda pairs: [*{slot: (page, slot) for page, slot in pairs}.values()]),
+    loads=PAIRS.map(lambda pairs: [*{page: (slot, page) for slot, page in pairs}.values()]),
+    hurried=st.booleans(),
+)
+@settings(max_examples=examples(150), deadline=None)
+def test_loads_go_first_where_that_changes_nothing(saves, loads, hurried):
+    """Pages and slots are those of saves that all ran in front of all loads."""
+    copies = Noting(CPU)
+    facts = Facts(DeviceInfo("cpu", "a CPU", "x86"), {}, page_size=4)
+    caches = allocate([LaidGroup(FAR, NUMBERS, FAR.within(facts, 0))], 6, 2, CPU)
+    below = HostCopies(caches, 6, 0, copies)
+    pages, slots = [10 + n for n in range(6)], [50 + n for n in range(6)]
+    hosts = [one.host.view(torch.int64) for one in below._pages]
+    for layer, host in enumerate(hosts):
+        for number in range(6):
+            caches.of("far", layer)[number] = pages[number] + 100 * layer
+            host[number] = slots[number] + 100 * layer
+    below.begin(saves, loads, hurried)
+    below.end()
+    for page, slot in saves:
+        slots[slot] = pages[page]
+    for slot, page in loads:
+        pages[page] = slots[slot]
+    for layer, host in enumerate(hosts):
+        assert caches.of("far", layer)[:6, 0].tolist() == [n + 100 * layer for n in pages]
+        assert host[:, 0].tolist() == [n + 100 * layer for n in slots]
+    filled, read = {slot for _, slot in saves}, {page for page, _ in saves}
+    apart = all(slot not in filled and page not in read for slot, page in loads)
+    if saves and loads:
+        assert copies.ways == (["load", "save"] if apart and not hurried else ["save", "load"])
 
 
 class SlotsMachine(RuleBasedStateMachine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import pytest
 from fake_device import VOCAB, Rig
@@ -30,12 +30,14 @@ class Machine:
     prefix: float = 2e-7
     row: float = 2e-5
     context: float = 1e-9
+    loaded: float = 1e-5
     noise: float = 0.03
 
     def seconds(self, load: Load, chance: random.Random | None = None) -> float:
         total = self.step + self.prompt * load.prompts + self.token * load.tokens
         total += self.pair * load.pairs + self.prefix * load.prefix
         total += self.row * load.rows + self.context * load.context
+        total += self.loaded * load.loaded
         return total * (1 if chance is None else chance.uniform(1 - self.noise, 1 + self.noise))
 
 
@@ -48,11 +50,12 @@ MACHINES = st.builds(
     prefix=st.floats(0, 1e-5),
     row=st.floats(0, 1e-3),
     context=st.floats(0, 1e-7),
+    loaded=st.floats(0, 1e-3),
 )
 
 
-def load_of(prompts, rows=0, context=0) -> Load:
-    load = Load(rows=rows, context=context)
+def load_of(prompts, rows=0, context=0, loaded=0) -> Load:
+    load = Load(rows=rows, context=context, loaded=loaded)
     for start, length in prompts:
         load.add_prompt(start, length)
     return load
@@ -64,7 +67,8 @@ def draw_load(chance: random.Random) -> Load:
         for _ in range(chance.randrange(1, 5))
     ]
     rows = chance.choice([0, chance.randrange(1, 256)])
-    return load_of(prompts, rows, rows * chance.randrange(4000))
+    loaded = chance.choice([0, sum(start for start, _ in prompts) // 64])
+    return load_of(prompts, rows, rows * chance.randrange(4000), loaded)
 
 
 def learnt(machine: Machine, seed: int, steps: int = 150) -> tuple[StepCost, random.Random]:
@@ -111,6 +115,41 @@ def test_steps_that_compiled_a_kernel_change_nothing_for_long(machine, seed):
     loads = [draw_load(chance) for _ in range(40)]
     wrong = [abs(cost.seconds(load) / machine.seconds(load) - 1) for load in loads]
     assert statistics.median(wrong) < 0.1
+
+
+@given(MACHINES, st.integers(0, 1 << 30), st.floats(1e-5, 1e-3))
+@settings(max_examples=25, deadline=None)
+def test_loading_is_not_learnt_as_what_cached_tokens_cost(machine, seed, loaded):
+    """Sessions whose pages all come from host memory, among some whose pages are there."""
+    machine, chance, cost = (
+        replace(machine, prefix=0.0, loaded=loaded),
+        random.Random(seed),
+        StepCost(),
+    )
+    starts = [chance.randrange(500, 8000) for _ in range(160)]
+    for number, start in enumerate(starts):
+        load = load_of([(start, 100)], 4, 400, 0 if number % 4 == 0 else start // 64)
+        cost.note(load, machine.seconds(load))
+    here, back = load_of([(7000, 100)], 4, 400), load_of([(7000, 100)], 4, 400, 109)
+    assert cost.seconds(here) == pytest.approx(machine.seconds(here), rel=0.1)
+    assert cost.seconds(back) == pytest.approx(machine.seconds(back), rel=0.1)
+
+
+def test_a_scheduler_tells_what_its_steps_load():
+    rig, loads = Rig(16, 4, snapshots=None, host=200, max_itl=0.05), list[int]()
+    note = rig.scheduler._sizing.cost.note
+
+    def noted(load, seconds):
+        loads.append(load.loaded)
+        note(load, seconds)
+
+    rig.scheduler._sizing.cost.note = noted
+    rig.seconds = lambda plan: 1e-3
+    long = list(range(1, 38))
+    for number, prompt in enumerate([long, *([n, *range(2, 30)] for n in range(9)), long]):
+        rig.submit(str(number), prompt, max_tokens=2)
+        rig.run()
+    assert sum(loads) == sum(len(plan.loads) for plan in rig.plans) == 9
 
 
 MORE = st.tuples(st.integers(0, 100_000), st.integers(1, 16_384))
@@ -170,7 +209,7 @@ def serve_prompts(machine, sizing, prompts, rows, chance, context=500):
                 break
         waiting = [p for p in waiting if p[1]]
         assert taken or not prompts
-        sizing.launched(room)
+        sizing.launched(room, 0)
         seconds = machine.seconds(room.load, chance)
         sizing.note(seconds, stats)
         gaps.append(seconds)
@@ -183,7 +222,7 @@ def warm(machine, sizing, chance, rows):
     for number in range(30):
         plan = StepPlan(step=number, works=decodes(rows, 500))
         room = sizing.open(plan)
-        sizing.launched(room)
+        sizing.launched(room, 0)
         sizing.note(machine.seconds(room.load, chance), Stats())
     for length in (40, 900, 300, 2000, 120):
         serve_prompts(machine, sizing, [(0, length)], rows, chance)

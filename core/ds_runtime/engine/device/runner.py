@@ -237,6 +237,8 @@ class Runner:
         self.copy(plan)
         handle = Handle(plan)
         rest, replays = self.programs.launch(handle, alone)
+        if rest is None and self.rank == 0 and handle.arriving is None:
+            handle.download()  # in front of saves, which nobody waits for who reads a result
         if self.below is not None:
             self.below.end()
         if rest is not None:

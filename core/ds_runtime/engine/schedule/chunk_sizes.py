@@ -70,8 +70,9 @@ class Sizing:
         taken = max(self.cost.seconds(load), self.decode)
         return StepRoom(self, load, max(self.gap, 2 * self.decode) / self.over - taken)
 
-    def launched(self, room: StepRoom) -> None:
-        """The step that a room was opened for is on its way."""
+    def launched(self, room: StepRoom, loaded: int) -> None:
+        """The step that a room was opened for is on its way, with this many pages from below."""
+        room.load.loaded = loaded
         self._launched.append((room.load, room.is_cut))
 
     def note(self, seconds: float | None, stats: Stats) -> None:

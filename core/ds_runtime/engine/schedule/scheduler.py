@@ -167,7 +167,7 @@ class Scheduler:
             return None
         plan.works, planned = arranged(plan.works, planned)
         self.holdings.drain(plan)
-        self._sizing.launched(room)
+        self._sizing.launched(room, len(plan.loads))
         self._stats.steps += 1
         self._in_flight.append((plan.step, planned))
         return plan

@@ -9,7 +9,8 @@ A step's seconds are a sum of terms, one each for:
 * the cached tokens before them that are expanded again;
 * the tokens that are decoded;
 * the context of these;
-* the pairs of tokens of prompts that attend as decoded ones do.
+* the pairs of tokens of prompts that attend as decoded ones do;
+* the pages that come from host memory.
 
 No term is below zero, so that more of anything never looks cheaper. The terms are fitted by least
 squares of relative errors, in which the last hundred such steps count most.
@@ -27,7 +28,7 @@ _ENOUGH = 3  # steps before anything is said
 _SETTLED = 8  # steps before one can be out of line
 _ODD = 4.0  # by so much: once it is left out, twice in a row it counts
 _NEVER = 1e-12  # seconds: a term that is as good as zero
-_SIZE = 8
+_SIZE = 9
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class Load:
     """What a step computes. prompts: works of them; tokens: their new ones; pairs: of these with
     those that they look at; prefix: tokens before them; rows: tokens that are decoded, with drafts;
     context: tokens before these. absorbed: pairs of the `absorbed_tokens` among those of prompts,
-    which attend as decoded tokens do: they are neither in `pairs` nor in `prefix`.
+    which attend as decoded tokens do: they are neither in `pairs` nor in `prefix`. loaded: pages
+    that come from host memory.
     """
 
     prompts: int = 0
@@ -46,6 +48,7 @@ class Load:
     context: int = 0
     absorbed: float = 0.0
     absorbed_tokens: int = 0
+    loaded: int = 0
 
     def add_prompt(self, start: int, length: int, absorbed: bool = False) -> None:
         """One more work of a prompt: tokens [start, start + length) of its sequence."""
@@ -71,6 +74,7 @@ class Load:
             self.rows / 32,
             self.context / 32768,
             self.absorbed / 65536,
+            self.loaded / 64,
         )
 
 
@@ -141,7 +145,7 @@ class StepCost:
 
     def _chunk_terms(self, start: int, absorbed: bool) -> tuple[float, float, float]:
         """Seconds of a chunk behind `start` tokens, of each of its first tokens, and of a pair."""
-        _, prompt, token, pair, prefix, _, _, latent = self._found
+        _, prompt, token, pair, prefix, _, _, latent, _ = self._found
         if absorbed:
             return prompt / 4, token / 256 + latent * start / 65536, latent / 65536
         fixed = prompt / 4 + prefix * start / 1024

@@ -89,13 +89,24 @@ class HostCopies:
         return sum(one.host.nbytes for one in (*self._pages, *self._states))
 
     def begin(self, saves: Pairs, loads: Pairs, hurried: bool) -> None:
-        """Queue (page, slot) to the host and (slot, page) from there, in front of a step. hurried:
-        the step waits for the first, too."""
+        """Queue (page, slot) to the host and (slot, page) from there, in front of a step, as if in
+        this order. hurried: the step waits for the first, too."""
         self.look()
-        if saves:
-            self._saving = self._queue(self._copies.save, self._pages, saves, self.saved)
+        slots, pages = {slot for _, slot in saves}, {page for page, _ in saves}
+        if hurried or any(slot in slots or page in pages for slot, page in loads):
+            self._save(saves)
             if hurried:
                 self.end()
+            self._load(loads)
+        else:  # copies run in their order: who waits for loads does not wait for others' saves
+            self._load(loads)
+            self._save(saves)
+
+    def _save(self, saves: Pairs) -> None:
+        if saves:
+            self._saving = self._queue(self._copies.save, self._pages, saves, self.saved)
+
+    def _load(self, loads: Pairs) -> None:
         if loads:
             pairs = [(page, slot) for slot, page in loads]
             self._caches.arriving = self._queue(self._copies.load, self._pages, pairs, self.loaded)

@@ -64,6 +64,7 @@ class Disk:
         self._writing: dict[Future[int], _Writing] = {}
         self._reading: dict[Future[int], _Bringing] = {}
         self._fetches: list[Fetch] = []
+        self._late = False  # somebody has waited for longer than is waited for
         self._told = False
         self.num_read = self.bytes_written = self.bytes_read = 0
 
@@ -82,6 +83,11 @@ class Disk:
     def lags(self) -> bool:
         """Whether anything is on its way."""
         return bool(self._noted or self._owed or self._writing or self._reading)
+
+    @property
+    def left(self) -> int:
+        """How many pages and states are not written yet."""
+        return len(self._owed) + len(self._writing)
 
     @property
     def stopped(self) -> str:
@@ -118,8 +124,8 @@ class Disk:
                 self._noted.append(one)
 
     def has(self, name: bytes, kind: str) -> bool:
-        """Whether a file of this name is there."""
-        return self.folder.has(name, kind)
+        """Whether a file of this name is there; none is while reads hang."""
+        return not (self._late and self._reading) and self.folder.has(name, kind)
 
     def fetch(self, wanted: Sequence[Wanted]) -> Fetch:
         """Have files read: (slots to take one of, kind, name, what to do with a slot once it is
@@ -167,14 +173,17 @@ class Disk:
         for written in [one for one in self._writing if one.done()]:
             one = self._writing.pop(written)
             one.slots.let(one.slot)
-            self.bytes_written += written.result()
+            self.bytes_written += max(0, written.result())
         self._catch_up()
         for one in self._noted:
             self._writing[self._hands.write(one.kind, one.slot, one.name)] = one
         self._noted = []
         now = time.monotonic()
         for fetch in self._fetches:
-            fetch.done = not fetch.left or now > fetch.until
+            late = fetch.left > 0 and now > fetch.until
+            self._late |= late
+            fetch.done = late or not fetch.left
+        self._late &= bool(self._reading)
         self._fetches = [one for one in self._fetches if not one.done]
         if self.stopped and not self._told:
             self._told = True
@@ -197,15 +206,13 @@ class Disk:
         """Write what is on its way, for so long at most. Whether all is written."""
         until = time.monotonic() + seconds
         self.poll(idle=True)
-        while (self._owed or self._writing) and (left := until - time.monotonic()) > 0:
+        while self.left and (left := until - time.monotonic()) > 0:
             self._hands.wait(self._writing, min(left, 1.0))
             self.poll(idle=True)
-        return not (self._owed or self._writing)
+        return not self.left
 
-    def close(self, seconds: float = PATIENCE) -> int:
-        """The same, and leave; how many pages and states were not written."""
+    def close(self, seconds: float = PATIENCE) -> None:
+        """The same, and leave."""
         self.drain(seconds)
-        left = len(self._owed) + len(self._writing)
-        self._hands.close(leaves=left > 0)
+        self._hands.close(leaves=self.left > 0)
         self.poll()
-        return left

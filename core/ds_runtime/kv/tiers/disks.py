@@ -72,7 +72,11 @@ class Disks:
         until = time.monotonic() + PATIENCE
         while self.drain(until - time.monotonic()) and settle():
             pass
-        if left := sum(one.close(until - time.monotonic()) for one in self._every):
+        self.poll(idle=True)  # what has ended while others were waited for
+        left = sum(one.left for one in self._every)  # the first to close ends the link of all
+        for one in self._every:
+            one.close(0.0)
+        if left:
             said = f"{left} pages were not written within {PATIENCE:g} s: they are computed again"
             print(f"warning: --disk-cache {self._folder}: {said}", file=sys.stderr, flush=True)
 

@@ -7,10 +7,13 @@ and no copy reads a slot that is filled. Steps wait for neither.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from ds_runtime.kv.tiers.folder import DiskFolder
@@ -18,6 +21,7 @@ from ds_runtime.kv.tiers.folder import DiskFolder
 LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
+_LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
 
 
 class SlotMemory(Protocol):
@@ -53,8 +57,8 @@ class Hands(Protocol):
         ...
 
     def close(self, leaves: bool = False) -> None:
-        """Write what is begun; reads are lost. leaves: what is not being written is lost, too, and
-        nobody waits for what is."""
+        """Write what is begun; reads are lost, and those under way end within a second or stay
+        undone. leaves: what is not being written is lost, too, and nobody waits for what is."""
         ...
 
     @property
@@ -75,6 +79,44 @@ class _Waiting:
     begin: Callable[[], None]
 
 
+class FileThreads:
+    """Threads that do jobs in the order in which these come. A file may hang for ever, so a process
+    ends without them: those of `concurrent.futures` would keep it."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs = SimpleQueue[tuple[Future[int], Callable[[], int]] | None]()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+            for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, do: Callable[[], int], future: Future[int] | None = None) -> Future[int]:
+        """Have it done; future: what its result, or what it raises, goes to."""
+        future = future or Future()
+        self._jobs.put((future, do))
+        return future
+
+    def drop(self, result: int) -> None:
+        """Jobs that have not begun never do: this is their result."""
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                return
+            if job is not None:
+                job[0].set_result(result)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Return once every job has ended, or after so long. None comes after."""
+        until = None if seconds is None else time.monotonic() + seconds
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+
 class DiskHand:
     """writes: whether files are this rank's to write, and not another's that has the same bytes.
     part: which of the different parts of a page it has; each is a file of its own."""
@@ -86,8 +128,8 @@ class DiskHand:
         self._writes, self._part = writes, part
         self._waiting: list[_Waiting] = []
         self._closing = threading.Event()
-        self._writer = ThreadPoolExecutor(1, "disk cache, writing")
-        self._readers = ThreadPoolExecutor(_READERS, "disk cache, reading")
+        self._writer = FileThreads(1, "disk cache, writing")
+        self._readers = FileThreads(_READERS, "disk cache, reading")
 
     @property
     def stopped(self) -> str:
@@ -103,7 +145,7 @@ class DiskHand:
 
         def begin() -> None:
             parts = self._memory.parts(kind, slot)
-            self._writer.submit(_fill, future, lambda: self.folder.write(own, kind, parts))
+            self._writer.submit(lambda: self.folder.write(own, kind, parts), future)
 
         own = self._own(name)
         return self._add(_Waiting(self._memory.queued, kind, name, True, future, begin))
@@ -119,7 +161,7 @@ class DiskHand:
             return sum(part.nbytes for part in parts)
 
         def begin() -> None:
-            self._readers.submit(_fill, future, read)
+            self._readers.submit(read, future)
 
         return self._add(_Waiting(self._memory.queued, kind, name, False, future, begin))
 
@@ -137,7 +179,11 @@ class DiskHand:
         own = self._own(name)
         for kind in kinds:
             self.folder.forget(own, kind)  # nobody reads it from now on
-            self._writer.submit(self.folder.forget, own, kind)  # nor what is being written
+            self._writer.submit(partial(self._forget, own, kind))  # nor what is being written
+
+    def _forget(self, own: bytes, kind: str) -> int:
+        self.folder.forget(own, kind)
+        return 0
 
     def poll(self, finish: bool = False) -> None:
         """As Hands."""
@@ -157,16 +203,22 @@ class DiskHand:
         """As Hands."""
         self._closing.set()
         self.poll(finish=True)
-        self._writer.shutdown(wait=not leaves, cancel_futures=leaves)
-        self._readers.shutdown()
+        self._readers.drop(LOST)
+        if leaves:
+            self._writer.drop(0)
+        self._writer.close(0.0 if leaves else None)
+        self._readers.close(_LAST_READS)
 
     def _own(self, name: bytes) -> bytes:
         """The name of this rank's part of a page."""
         return sha256(name + bytes([self._part])).digest() if self._part else name
 
 
-def _fill(future: Future[int], do: Callable[[], int]) -> None:
-    try:
-        future.set_result(do())
-    except BaseException as e:
-        future.set_exception(e)
+def _work(jobs: SimpleQueue[tuple[Future[int], Callable[[], int]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, do = job
+        try:
+            future.set_result(do())
+        except BaseException as e:
+            future.set_exception(e)
+        del job, future, do  # what they hold is not this thread's while it waits

@@ -5,8 +5,8 @@ second tree is needed. A prompt that has left the device's tree continues by nam
 lies on the device first, then on the host. Which pages are on both is the write policy's to say.
 
 Copies are only noted here. A plan carries them to every rank, which queue them in front of its
-step: pages to the host, then pages from there, then states, each in its order. So a slot may change
-hands as soon as the plan is made.
+step: pages to the host, then pages from there, then states, in effect in this order. So a slot may
+change hands as soon as the plan is made.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class HostTier:
     def settle(self) -> int:
         """Nothing runs, and the process may end: what only the device has is saved, as many pages
         as may be on their way to the disk. How many."""
-        room = 0 if self.disk is None else self.disk.room(self.pages)
+        room = 0 if self.disk is None else max(0, self.disk.room(self.pages))
         some = [*self._only_here][: -(-room // 2)]  # there may be a state beside each
         for node in some:
             del self._only_here[node]
