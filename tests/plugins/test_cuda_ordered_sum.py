@@ -167,9 +167,16 @@ def test_meetings_are_counted_and_a_failure_is_not_forgotten(monkeypatch):
     assert ordered_sum._Meetings.count is None
 
 
-def test_groups_of_other_sizes_and_links_are_not_tried():
-    assert Member(Shared(3), 0).ordered_sum(1000) is None
-    assert Member(Shared(2), 0, sizes=()).ordered_sum(1000) is None
+@pytest.mark.parametrize("without", [(), (0,), (1,), (0, 1)])
+def test_groups_of_other_sizes_and_links_are_not_tried(monkeypatch, without):
+    """All ranks decide alike, also where one of them alone sees no links."""
+
+    def run(one):
+        sizes = () if one.rank in without else (2, 4)
+        return Member(one._shared, one.rank, sizes=sizes).ordered_sum(1000)
+
+    size = 2 if without else 3
+    assert ranks(size, monkeypatch, run) == [None] * size
 
 
 def test_torchs_kernel_has_the_arguments_that_it_is_given():
