@@ -7,7 +7,8 @@ A step's figure is (t(161 tokens) − t(33)) / 128 through LLM.generate, schedul
 three, prompts of 512 random tokens, and beside it the median between the ends of steps by the
 device's events; prefill is t(1 token), for --prompts of single prompts of these lengths, median of
 seven. A profile runs 48 more steps and sums the device's kernels by name over the last 32, with
-the time in which none ran. --set gives fields of EngineConfig.
+the time in which none ran. All is captured first that a server captures while idle:
+`prefill_graphs` has the tokens of captured steps with prompts. --set gives fields of EngineConfig.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ def seconds(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     start = time.perf_counter()
     llm.generate(list(prompts), params)
     return time.perf_counter() - start
+
+
+def all_captured(llm: LLM) -> list[int]:
+    """Do what a server does while idle, which an `LLM` never is: capture what the start has left.
+    Returns the tokens of the steps with prompts that are captured."""
+    engine = llm._alive()
+    while engine.prepare():
+        pass
+    prefills = engine.runner.programs.op_by_op.prefills
+    return [] if prefills is None else list(prefills.sizes)
 
 
 def by_events(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
@@ -190,6 +201,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
             "ready_s": ready,
             "device_peak_bytes": peak,
+            "prefill_graphs": all_captured(llm),
             "kernels": sorted(f"{r.op} {r.kernel} {' '.join(r.sites)[:70]}" for r in llm.plan.rows),
             "steps": [],
         }

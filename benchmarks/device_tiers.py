@@ -8,8 +8,9 @@ memory holds all as they are in the end; --set kv_memory and hicache_ratio say o
 alone: a session whose pages are in host memory comes with --more new tokens; the figure is the time
 to its first token, and beside it that of a prompt as long that nobody has seen, each the median of
 five. In a loop: all sessions at once come with --more new tokens and get --out, once with host
-memory and once without; the figure is generated tokens per second of the second turn. --out-file
-adds the record to a file: the table of docs/operating.md is of results/device_tiers.jsonl.
+memory and once without; the figure is generated tokens per second of the second turn. All is
+captured first that a server captures while idle: `prefill_graphs` of the record. --out-file adds
+the record to a file: the table of docs/operating.md is of results/device_tiers.jsonl.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_decode import seconds, value
+from device_decode import all_captured, seconds, value
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -104,6 +105,7 @@ def main() -> int:
     record |= {"device": device_name(), "settings": args.set, **asked}
     for host in (True, False):
         with LLM(args.checkpoint, **given, enable_hierarchical_cache=host) as llm:
+            record["prefill_graphs"] = all_captured(llm)
             vocab = llm._alive().assembly.model.vocab_size
             said = drawn(args.sessions, args.tokens, vocab, 1)
             for session in said:

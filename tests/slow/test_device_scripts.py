@@ -38,6 +38,19 @@ def test_it_measures(script, flags, said, tmp_path):
     assert said in done.stdout and out.read_text().count("\n") == 1
 
 
+def test_the_tiers_are_measured(tmp_path):
+    script, out = BENCHMARKS / "device_tiers.py", tmp_path / "out.jsonl"
+    few = ["--sessions", "6", "--held", "2", "--tokens", "100", "--more", "8", "--out", "4"]
+    command = [sys.executable, str(script), str(resolve_model("demo")), *few]
+    done = subprocess.run(
+        [*command, "--out-file", str(out)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert min(record["back_ms"], record["new_ms"], record["gain"]) > 0
+    assert record["prefill_graphs"] == [], "a CPU captures no steps with prompts"
+
+
 WHOLE = [sys.executable, str(BENCHMARKS / "v3_whole.py"), "--ranks", "2", "--layers", "2"]
 TINY = ["--models", "tiny-v3", "--prompts", "64", "--answer", "16", "--set", "kv_memory=2000000"]
 

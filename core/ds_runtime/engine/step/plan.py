@@ -98,8 +98,8 @@ class StepPlan(msgspec.Struct, tag=True, kw_only=True):
     `copies`: before that (group, source, target). On the ranks of this group a block of every state
     becomes a copy of another, in this order. −1 − n is slot n of host memory. `saves` (group, page,
     slot) and `loads` (group, slot, page): in front of the step, too, pages go to host memory, and
-    then from there, or in an order that gives the same. `hurried`: the step may write to pages that
-    it saves.
+    then from there. Another order may give the same. `hurried`: the step may write to pages that it
+    saves.
     """
 
     step: int
