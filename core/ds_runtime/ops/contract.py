@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from ds_runtime.ops.declare import Op
-from ds_runtime.ops.kernel import Compiles, Footprint, Layout, Promises, RowRange
+from ds_runtime.ops.kernel import Compiles, Footprint, Layout, Promises, RowRange, check_groups
 
 API_VERSION = 1
 
@@ -240,8 +240,7 @@ class Kernel:
     was written for. `numerics` names the row of the op's tolerance that applies where the
     arithmetic is coarser than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
     `promises` says what holds in every call, and `rows` which calls it serves where several
-    divide them. `footprint` says what it takes and reads of memory, and `compiles` how calls are
-    compiled before they are needed.
+    divide them. `footprint` says what it takes and reads of memory, `compiles` how calls compile.
     """
 
     op: Op
@@ -261,10 +260,8 @@ class Kernel:
     compiles: Compiles = field(default_factory=Compiles)
 
     def __post_init__(self) -> None:
-        groups = {"promises": Promises, "rows": RowRange, "footprint": Footprint}
-        for name, kind in {**groups, "compiles": Compiles}.items():
-            if not isinstance(given := getattr(self, name), kind):
-                raise TypeError(f"{self.name}: {name} is {given!r}: give {kind.__name__}(…)")
+        check_groups(self.name, promises=self.promises, rows=self.rows)
+        check_groups(self.name, footprint=self.footprint, compiles=self.compiles)
 
     @property
     def name(self) -> str:

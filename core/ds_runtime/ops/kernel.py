@@ -115,6 +115,16 @@ class Compiles:
     variant: str = ""
 
 
+_GROUPS = {"promises": Promises, "rows": RowRange, "footprint": Footprint, "compiles": Compiles}
+
+
+def check_groups(kernel: str, **given: object) -> None:
+    """Raise TypeError if a kernel's group is none: a plugin's files need no type checker."""
+    for name, group in given.items():
+        if not isinstance(group, kind := _GROUPS[name]):
+            raise TypeError(f"{kernel}: {name} is {group!r}: give {kind.__name__}(…)")
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A byte layout that several kernels must agree on, such as that of the KV cache.
