@@ -69,7 +69,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="of each request in the decode steps that are predicted (default: 512)",
+        help="cached tokens per request in predicted decode steps (default: 512)",
     )
     parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
     add_flags(parser, EngineConfig)
