@@ -149,7 +149,8 @@ def said(assembly: Assembly, costs: Costs, context: int) -> list[str]:
         lines.append(f"not measured, counted as nothing: {', '.join(between)}")
         missing -= set(between)
     if missing:
-        lines.append(f"not measured; counted with the least time that the device allows: {', '.join(sorted(missing))}")
+        names = ", ".join(sorted(missing))
+        lines.append(f"not measured; counted with the least time that the device allows: {names}")
     return lines
 
 
