@@ -216,6 +216,22 @@ def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
     assert "--cached-tokens 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("positions", [64, 2048])
+def test_cached_tokens_are_of_the_models_context(tmp_path, capsys, positions):
+    folder = written(tmp_path, max_position_embeddings=positions)
+    path = tmp_path / "costs.json"
+    costs([Point(1, 1, 1, 1)], device=decided(folder).device.name).write(path)
+    plan = ["plan", "--model", str(folder), "--platform", "cpu", "--costs", str(path)]
+    assert main(plan) == 0
+    wanted = min(512, positions - 1)
+    assert f"decode step, by requests with {wanted} cached tokens" in capsys.readouterr().out
+    assert main([*plan, "--cached-tokens", str(positions)]) == 0
+    capsys.readouterr()
+    assert main([*plan, "--cached-tokens", str(positions + 1)]) == 1
+    said = capsys.readouterr().err
+    assert f"--cached-tokens {positions + 1}: this model's context has {positions} tokens" in said
+
+
 def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsys):
     model = Path(__file__).parents[1] / "model/fixtures/deepseek-v3.json"
     (tmp_path / "config.json").write_text(model.read_text())
