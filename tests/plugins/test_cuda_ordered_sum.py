@@ -167,9 +167,13 @@ def test_meetings_are_counted_and_a_failure_is_not_forgotten(monkeypatch):
     assert ordered_sum._Meetings.count is None
 
 
-def test_groups_of_other_sizes_and_links_are_not_tried():
-    assert Member(Shared(3), 0).ordered_sum(1000) is None
-    assert Member(Shared(2), 0, sizes=()).ordered_sum(1000) is None
+@pytest.mark.parametrize(("size", "shared"), [(3, (2, 4, 8)), (2, ())])
+def test_groups_of_other_sizes_and_links_are_not_tried(monkeypatch, size, shared):
+    def run(comm):
+        comm._sizes = lambda: shared
+        return comm.ordered_sum(1000)
+
+    assert ranks(size, monkeypatch, run) == [None] * size
 
 
 def test_torchs_kernel_has_the_arguments_that_it_is_given():
