@@ -161,8 +161,8 @@ def test_a_node_that_starts_long_after_a_refusal_reads_it_too(tmp_path):
         for one in (second, fourth):
             code, text = said(one, 40)
             assert code == 1 and "page_size: 16 here, 32 there" in text
-        first.wait("no start: the ranks decided differently")
-        first.wait("node 0 tells this to nodes that come in the next 30 s")
+        first.wait("not started: the ranks decided differently")
+        first.wait("node 0 exits in 30 s, and tells nodes that connect until then")
         time.sleep(7)
         assert first.process.poll() is None
         command = list(fourth.process.args)

@@ -139,9 +139,9 @@ def check(config: SpeculativeSettings) -> None:
         )
     if found.room > TAIL:
         raise ConfigError(
-            f"--speculative-eagle-topk {topk}: with --speculative-num-steps {steps} the draft "
-            f"layer runs for {found.room} tokens of a tree after the first level, the limit is "
-            f"{TAIL}: lower one of them"
+            f"--speculative-eagle-topk {topk} with --speculative-num-steps {steps}: the tree has "
+            f"{found.room} tokens after its first level, and at most {TAIL} are possible: lower "
+            "one of the two flags"
         )
     if config.max_step_tokens < tokens:
         raise ConfigError(

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.declare import OpWork
+from ds_runtime.predict import fields as of
 
 FORMAT = 1
 KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather")  # of collectives
 _ROUTED = {"experts", "experts_limited"}
 _FAR = 4.0  # times the load, from which a point says little
 _LEAST = 1e-9  # seconds: less is not measured
+_RATES = ("bandwidth", "floor", "launch", "replay")
+_MOST = 1 << 50  # of rows, ranks and bytes in a file: more is no measurement
+_COUNT = re.compile(r"[1-9][0-9]{0,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,51 +154,99 @@ class Costs:
             return Costs.parse(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"costs {path}: cannot be read: {e}") from e
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
-            said = f"no {e}" if isinstance(e, KeyError) else str(e)
+        except ValueError as e:
             raise ConfigError(
-                f"costs {path}: {said}; write it with ds-runtime tune costs --out {path}"
+                f"costs {path}: {e}; write it with ds-runtime tune costs --out {path}"
             ) from e
 
     @staticmethod
     def parse(text: str) -> Costs:
-        """Of the text of such a file. Raises ValueError, KeyError or TypeError for any other."""
+        """Of the text of such a file. Raises ValueError naming the field for any other."""
+        raw = _loaded(text)
+        of.exactly("", raw, ("format", *(f.name for f in fields(Costs))))
+        device, arch, date = (of.text(name, raw[name]) for name in ("device", "arch", "date"))
+        bandwidth, floor, launch, replay = (of.number(name, raw[name]) for name in _RATES)
+        versions, compute, kernels, collectives = (
+            of.mapping(name, raw[name])
+            for name in ("versions", "compute", "kernels", "collectives")
+        )
+        if not compute:
+            raise of.wrong("compute", compute, "an object with the rate of at least one dtype")
+        return Costs(
+            device,
+            arch,
+            date,
+            bandwidth=bandwidth,
+            floor=floor,
+            launch=launch,
+            replay=replay,
+            versions={n: of.text(f"versions.{n}", one) for n, one in versions.items()},
+            compute={n: of.number(f"compute.{n}", one) for n, one in compute.items()},
+            kernels={n: _kernel(f"kernels.{n}", one) for n, one in kernels.items()},
+            collectives={kind: _curves(kind, one) for kind, one in collectives.items()},
+        )
+
+    @staticmethod
+    def device_in(text: str) -> str:
+        """The device of such a text, whose other fields are not looked at. Raises ValueError."""
+        return of.text("device", _loaded(text).get("device"))
+
+
+def _loaded(text: str) -> Mapping[str, Any]:
+    try:
         raw = json.loads(text)
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise ValueError(f"not costs of format {FORMAT}")
-        del raw["format"]
-        rates = (raw["bandwidth"], raw["floor"], raw["launch"], raw["replay"])
-        if not all(_positive(rate) for rate in (*rates, *raw["compute"].values())):
-            raise ValueError("rates and floors must be above 0 and finite")
-        kernels = {name: _kernel(name, one) for name, one in raw.pop("kernels").items()}
-        collectives = {kind: _curves(kind, one) for kind, one in raw.pop("collectives").items()}
-        return Costs(**raw, kernels=kernels, collectives=collectives)
+    except RecursionError as e:
+        raise ValueError("nested too deep for JSON of costs") from e
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError(f"not costs of format {FORMAT}")
+    return raw
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+def _kernel(name: str, value: Any) -> KernelCost:
+    raw = of.mapping(name, value)
+    of.exactly(name, raw, ("op", "arithmetic", "points"))
+    points = tuple(
+        _point(f"{name}.points[{i}]", one)
+        for i, one in enumerate(of.items(f"{name}.points", raw["points"]))
+    )
+    op, arithmetic = (of.text(f"{name}.{key}", raw[key]) for key in ("op", "arithmetic"))
+    return KernelCost(op, arithmetic, points)
 
 
-def _kernel(name: str, raw: Mapping[str, Any]) -> KernelCost:
-    points = tuple(Point(*values) for values in raw["points"])
-    for p in points:
-        if p.rows < 1 or not _positive(p.seconds) or min(p.nbytes, p.flops) < 0:
-            raise ValueError(f"{name}: {p} cannot have been measured")
-    if not points:
-        raise ValueError(f"{name}: no points")
-    return KernelCost(raw["op"], raw["arithmetic"], points)
+def _point(name: str, value: Any) -> Point:
+    rows, nbytes, flops, seconds = of.items(name, value, 4)
+    return Point(
+        of.whole(f"{name}[0]", rows, 1, _MOST),
+        of.number(f"{name}[1]", nbytes, zero=True),
+        of.number(f"{name}[2]", flops, zero=True),
+        of.number(f"{name}[3]", seconds),
+    )
 
 
-def _curves(kind: str, raw: Mapping[str, Any]) -> Collective:
+def _curves(kind: str, value: Any) -> Collective:
     if kind not in KINDS:
-        raise ValueError(f"collective {kind!r}: known are {', '.join(KINDS)}")
-    found = {int(n): tuple((size, took) for size, took in curve) for n, curve in raw.items()}
-    for ranks, curve in found.items():
-        sizes = [size for size, _ in curve]
-        fine = sizes and sizes == sorted(set(sizes)) and all(_positive(s) for _, s in curve)
-        if ranks < 2 or not fine:
-            raise ValueError(f"{kind} of {ranks} ranks: sizes must rise, and times be above 0")
-    return found
+        raise ValueError(f"unknown field collectives.{kind}: known are {', '.join(KINDS)}")
+    name = f"collectives.{kind}"
+    raw = of.mapping(name, value)
+    if not raw:
+        raise of.wrong(name, raw, "an object with times of at least one number of ranks")
+    return {_ranks(name, n): _curve(f"{name}.{n}", curve) for n, curve in raw.items()}
+
+
+def _ranks(name: str, text: str) -> int:
+    count = int(text) if _COUNT.fullmatch(text) else None
+    return of.whole(f"{name}: number of ranks", count if count is not None else text, 2, _MOST)
+
+
+def _curve(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    found = list[tuple[int, float]]()
+    for i, one in enumerate(of.items(name, value)):
+        size, took = of.items(f"{name}[{i}]", one, 2)
+        of.whole(f"{name}[{i}][0]", size, 1, _MOST)
+        if found and size <= found[-1][0]:
+            raise of.wrong(f"{name}[{i}][0]", size, f"above {found[-1][0]}: sizes must rise")
+        found.append((size, of.number(f"{name}[{i}][1]", took)))
+    return tuple(found)
 
 
 def _packed(costs: Costs) -> dict[str, Any]:

@@ -4,6 +4,7 @@ it, in a folder `costs` next to its `devices.json`. Torch-free."""
 from __future__ import annotations
 
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -39,12 +40,18 @@ def costs_of(assembly: Assembly, named: str | None) -> Costs | None:
             )
         return costs
     if (path := own(device)).is_file():
-        return Costs.read(path)
-    return next((c for c in _shipped(assembly) if c.device == device), None)
+        costs = Costs.read(path)
+        if costs.device != device:
+            raise ConfigError(
+                f"costs {path}: are of {costs.device}, not of {device}; remove it, or run "
+                "ds-runtime tune costs"
+            )
+        return costs
+    return _shipped(assembly, device)
 
 
-def _shipped(assembly: Assembly) -> list[Costs]:
-    found = []
+def _shipped(assembly: Assembly, device: str) -> Costs | None:
+    """Of the device's own file alone: what is wrong with files of others is told, and no more."""
     for name, report in sorted(assembly.plugins.reports.items()):
         if report.refusal is not None:
             continue
@@ -57,9 +64,16 @@ def _shipped(assembly: Assembly) -> list[Costs]:
         for file in sorted(place.iterdir(), key=lambda f: f.name):
             if not file.name.endswith(".json"):
                 continue
+            of = f"plugin {name}: {FOLDER}/{file.name}"
             try:
-                found.append(Costs.parse(file.read_text(encoding="utf-8")))
-            except Exception as e:
-                said = f"{type(e).__name__}: {e}"
-                raise PluginError(f"plugin {name}: {FOLDER}/{file.name}: {said}") from e
-    return found
+                text = file.read_text(encoding="utf-8")
+                wanted = Costs.device_in(text) == device
+            except (OSError, ValueError) as e:
+                print(f"ds-runtime: {of}: left out, as its device is unknown: {e}", file=sys.stderr)
+                continue
+            if wanted:
+                try:
+                    return Costs.parse(text)
+                except ValueError as e:
+                    raise PluginError(f"{of}: {e}") from e
+    return None

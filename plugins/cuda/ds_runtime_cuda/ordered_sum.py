@@ -103,7 +103,10 @@ def _tried(step: Callable[[], Any]) -> str:
 def _check_meetings(comm: TorchCommunicator) -> None:
     counts = comm.gather_objects(_Meetings.count)
     if None in counts or len(set(counts)) > 1:
-        raise RuntimeError(f"processes have met {counts} times before, which torch needs equal")
+        raise RuntimeError(
+            f"ranks have set up shared memory a different number of times ({counts}); "
+            "torch needs the same"
+        )
 
 
 def _check(made: OrderedSum, comm: TorchCommunicator) -> None:

@@ -207,7 +207,7 @@ def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):
                 "speculative_eagle_topk": 9,
                 "speculative_num_steps": 9,
             },
-            "72 tokens of a tree after the first level, the limit is 64",
+            "72 tokens after its first level, and at most 64 are possible",
         ),
         ({"speculative_algorithm": "NEXTN", "max_step_tokens": 3}, "one request verifies 4 tokens"),
     ],

@@ -191,9 +191,7 @@ def test_who_comes_late_is_told_as_well_and_the_own_node_last(monkeypatch, capsy
     leader.part()
     assert all("6 here, 7 there" in str(one.found) for one in found)
     assert when[1] >= when[2] + 1
-    assert (
-        capsys.readouterr().err.count("node 0 tells this to nodes that come in the next 30 s") == 1
-    )
+    assert capsys.readouterr().err.count("node 0 exits in 30 s, and tells nodes") == 1
 
 
 def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):

@@ -16,12 +16,11 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
-from ds_runtime.errors import ConfigError
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.predict import step as steps
 from ds_runtime.predict.calls import Step, calls, crossed
-from ds_runtime.predict.costs import KINDS, Costs, KernelCost, Point
+from ds_runtime.predict.costs import KINDS, Costs, KernelCost, Point, _packed
 from ds_runtime_bench.ops import tune
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform
@@ -119,8 +118,6 @@ def test_a_file_says_what_was_measured(points):
 
 
 def _raw(made):
-    from ds_runtime.predict.costs import _packed
-
     return _packed(made)
 
 
@@ -136,45 +133,6 @@ def test_collectives_of_other_ranks_receive_as_much():
     assert set(both.collectives["all_reduce"]) == {2, 4}
     with pytest.raises(KeyError):
         made.collective("all_gather", 2, 1)
-
-
-BROKEN = {
-    "no json": lambda raw: "{",
-    "another format": lambda raw: raw | {"format": 99},
-    "a list": lambda raw: [raw],
-    "no kernels": lambda raw: {k: v for k, v in raw.items() if k != "kernels"},
-    "a rate of 0": lambda raw: raw | {"bandwidth": 0},
-    "a rate of nan": lambda raw: raw | {"floor": math.nan},
-    "an unknown field": lambda raw: raw | {"extra": 1},
-    "no points": lambda raw: raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": []}}},
-    "a point of nothing": lambda raw: (
-        raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[0, 1, 1, 1]]}}}
-    ),
-    "a point too short": lambda raw: (
-        raw | {"kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[1, 1]]}}}
-    ),
-    "an unknown collective": lambda raw: raw | {"collectives": {"shout": {"2": [[1, 1.0]]}}},
-    "one rank": lambda raw: raw | {"collectives": {"all_reduce": {"1": [[1, 1.0]]}}},
-    "falling sizes": lambda raw: raw | {"collectives": {"all_reduce": {"2": [[2, 1.0], [1, 1.0]]}}},
-    "no sizes": lambda raw: raw | {"collectives": {"all_reduce": {"2": []}}},
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, broken):
-    made = BROKEN[broken](_raw(costs([Point(1, 1, 1, 1)])))
-    path = tmp_path / "costs.json"
-    path.write_text(made if isinstance(made, str) else json.dumps(made))
-    with pytest.raises(ConfigError, match=r"costs\.json: .*tune costs"):
-        Costs.read(path)
-
-
-def test_no_file_and_no_room_are_said(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Costs.read(tmp_path / "none.json")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        costs([Point(1, 1, 1, 1)]).write(tmp_path / "file" / "costs.json")
 
 
 SETTINGS = {"platform": "cpu", "load_format": "dummy", "threads": 1, "kv_memory": 8_000_000}
@@ -256,6 +214,22 @@ def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
     assert any("decode step" in line for line in json.loads(capsys.readouterr().out)["memory"])
     assert main([*plan, "--cached-tokens", "0"]) == 1
     assert "--cached-tokens 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("positions", [64, 2048])
+def test_cached_tokens_are_of_the_models_context(tmp_path, capsys, positions):
+    folder = written(tmp_path, max_position_embeddings=positions)
+    path = tmp_path / "costs.json"
+    costs([Point(1, 1, 1, 1)], device=decided(folder).device.name).write(path)
+    plan = ["plan", "--model", str(folder), "--platform", "cpu", "--costs", str(path)]
+    assert main(plan) == 0
+    wanted = min(512, positions - 1)
+    assert f"decode step, by requests with {wanted} cached tokens" in capsys.readouterr().out
+    assert main([*plan, "--cached-tokens", str(positions)]) == 0
+    capsys.readouterr()
+    assert main([*plan, "--cached-tokens", str(positions + 1)]) == 1
+    said = capsys.readouterr().err
+    assert f"--cached-tokens {positions + 1}: this model's context has {positions} tokens" in said
 
 
 def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsys):

@@ -77,7 +77,7 @@ BAD_CHAT = [
     ({"tool_choice": {"type": "function"}}, "tool_choice", "must be none, auto, required"),
     ({"tool_choice": 3}, "tool_choice", "must be none, auto, required"),
     ({"audio": {}}, "audio", "leave it out"),
-    ({"messages": []}, "messages", "at least 1 item, not 0"),
+    ({"messages": []}, "messages", "should be a list of at least 1 item, not of 0"),
     ({"rid": "a b"}, "rid", "should be printable ASCII without white space"),
     (
         {"chat_template_kwargs": {"thinking": "no"}},

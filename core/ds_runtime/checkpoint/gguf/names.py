@@ -68,9 +68,9 @@ def _leave_out_halves(found: dict[str, GgufTensor], whole: str) -> None:
     wide = below.shape[-1:] == shape[-1:] and keys.shape[1:-1] in ((), shape[-1:])
     if not wide or sum(map(math.prod, parts)) != math.prod(shape):
         raise CheckpointError(
-            f"{found[whole].file}: {whole} has shape {list(shape)}, which its halves of "
-            f"shapes {list(keys.shape)} ({K_B}) and {list(below.shape)} ({V_B}) do not make; the "
-            "file mixes two models: convert or download it again"
+            f"{found[whole].file}: {whole} has shape {list(shape)}, and its halves {K_B} "
+            f"{list(keys.shape)} and {V_B} {list(below.shape)} do not add up to it; the file mixes "
+            "two models: convert or download it again"
         )
 
 

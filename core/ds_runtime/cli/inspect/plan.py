@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_runtime.assembly.result import Assembly
 
 
+CACHED_TOKENS = 512
 _USAGES = {"show": "plan", "lock": "plan lock FILE", "diff": "plan diff A B"}  # by files needed
 
 
@@ -67,9 +68,8 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--cached-tokens",
         type=int,
-        default=512,
         metavar="N",
-        help="of each request in the decode steps that are predicted (default: 512)",
+        help="cached tokens per request in predicted decode steps (default: 512, or the context)",
     )
     parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
     add_flags(parser, EngineConfig)
@@ -88,7 +88,7 @@ def run(args: Namespace) -> int:
     if args.explain is not None and args.explain not in OPS:
         hint = near(args.explain, OPS) or f"; ops: {', '.join(OPS)}"
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
-    if args.cached_tokens < 1:
+    if args.cached_tokens is not None and args.cached_tokens < 1:
         raise ConfigError(f"--cached-tokens {args.cached_tokens}: must be at least 1")
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assembly import room
@@ -106,9 +106,10 @@ def run(args: Namespace) -> int:
 
     assembly = decided(config.tp)
     tell_left_out(assembly)
+    cached = _cached(assembly, args.cached_tokens)
     held = room.said(assembly)
     if args.action == "show" and args.explain is None:
-        held += _predicted(assembly, args)
+        held += _predicted(assembly, args.costs, cached)
     held += wire.said(assembly)
     text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
     if args.device is not None and args.action == "lock":
@@ -125,13 +126,27 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _predicted(assembly: Assembly, args: Namespace) -> list[str]:
+def _cached(assembly: Assembly, given: int | None) -> int:
+    """Cached tokens of each request in a decode step, which computes one token more."""
+    from ds_runtime.assembly.estimate import positions_of
+
+    context = positions_of(assembly)
+    if given is None:
+        return max(1, min(CACHED_TOKENS, context - 1))
+    if given > context:
+        raise ConfigError(
+            f"--cached-tokens {given}: this model's context has {context} tokens; give at most that"
+        )
+    return given
+
+
+def _predicted(assembly: Assembly, named: str | None, cached: int) -> list[str]:
     """What steps will take, where the costs of the device are known."""
     from ds_runtime.predict import step
     from ds_runtime.predict.found import costs_of
 
-    costs = costs_of(assembly, args.costs)
-    return [] if costs is None else step.said(assembly, costs, args.cached_tokens)
+    costs = costs_of(assembly, named)
+    return [] if costs is None else step.said(assembly, costs, cached)
 
 
 def _receipts(assembly: Assembly, args: Namespace) -> list[str]:

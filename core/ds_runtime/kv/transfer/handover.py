@@ -216,7 +216,7 @@ class Handover:
     def _lose(self, peer: str) -> None:
         self.leases.lose(peer)
         for pull in [one for one in self._pulls.values() if one.peer == peer]:
-            self._fail(pull, f"peer {peer!r} has left before it said that its pages were valid")
+            self._fail(pull, f"peer {peer!r} left before it confirmed its pages")
 
     def _expire(self, now: float) -> None:
         self.leases.expire(now)

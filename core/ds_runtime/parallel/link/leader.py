@@ -212,8 +212,8 @@ class Leader:
         told, deadline = set[bytes](), time.monotonic() + (patience if self._end.far else 0.0)
         if self._end.far and patience > LATE and self._unknown():
             print(
-                f"ds-runtime: no start: {why}\nds-runtime: node 0 tells this to nodes that come in "
-                f"the next {patience:.0f} s, and ends",
+                f"ds-runtime: not started: {why}\nds-runtime: node 0 exits in {patience:.0f} s, "
+                "and tells nodes that connect until then",
                 file=sys.stderr,
                 flush=True,
             )

@@ -289,7 +289,7 @@ def _said(fault: Mapping[str, Any]) -> str:
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind][0], given[_BOUNDS[kind][1]]
         items = "item" if bound == 1 else "items"
-        return f"List should have {words} {bound} {items}, not {given['actual_length']}"
+        return f"should be a list of {words} {bound} {items}, not of {given['actual_length']}"
     plain: str = fault["msg"]
     return f"should be {_WANTED[kind].format_map(given)}" if kind in _WANTED else plain
 

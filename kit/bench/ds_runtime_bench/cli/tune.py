@@ -24,7 +24,8 @@ COMM_ABOUT = """\
 Times the collectives of --ranks ranks of this machine, each on a device of its own, by kind and
 size, and adds them to a file of `tune costs`.
 """
-_GIVEN = ("platform", "plugins", "dtype", "threads")
+_COMM = ("platform", "plugins")  # collectives have bytes, and no threads of their own
+_COSTS = (*_COMM, "dtype", "threads")
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -33,7 +34,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.set_defaults(looks=True)
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     costs = kinds.add_parser("costs", help="ops, one by one", description=COSTS_ABOUT)
-    _common(costs)
+    _common(costs, _COSTS)
     costs.add_argument(
         "--shapes", nargs="+", default=[], metavar="SHAPE", choices=tuple(SHAPES), help="of models"
     )
@@ -47,16 +48,16 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     costs.set_defaults(run=run_costs)
     comm = kinds.add_parser("comm", help="collectives", description=COMM_ABOUT)
-    _common(comm)
+    _common(comm, _COMM)
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     comm.set_defaults(run=run_comm)
 
 
-def _common(parser: Any) -> None:
+def _common(parser: Any, flags: tuple[str, ...]) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="the file of costs (default: where plan looks for it)"
     )
-    add_flags(parser, EngineConfig, only=_GIVEN)
+    add_flags(parser, EngineConfig, only=flags)
 
 
 def run_costs(args: Namespace) -> int:
@@ -79,6 +80,9 @@ def run_costs(args: Namespace) -> int:
     device = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16").device.name
     out = _file(args, device)
     known = _known(out, device).collectives if out.exists() else {}
+    if _replaces_more(args, out):
+        raise ConfigError(f"{out}: holds costs; a part of them would replace all: give --out FILE")
+    costs = None
     for weights in dict.fromkeys(args.weights):
         for geometry in _geometries(config, explicit, args.shapes, weights):
             only = tuple(op for op in args.op or OPS if not geometry.only or op in geometry.only)
@@ -88,14 +92,24 @@ def run_costs(args: Namespace) -> int:
             tell(f"{geometry.shape} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
             tuning.add(assembly, only)
             costs = tuning.costs()  # what is known so far, should this be stopped
-            costs.with_collectives(known).write(out)
-    costs = tuning.costs()
+            if costs.kernels:
+                costs.with_collectives(known).write(out)
+    if costs is None or not costs.kernels:
+        raise ConfigError(
+            "tune costs: no kernel could be timed; nothing was written. Give other --op or --rows"
+        )
     points = sum(len(cost.points) for cost in costs.kernels.values())
     print(
         f"{out}: {points} points of {len(costs.kernels)} kernels on {costs.device} in "
         f"{time.monotonic() - began:.0f} s; next: ds-runtime tune comm --ranks N --out {out}"
     )
     return 0
+
+
+def _replaces_more(args: Namespace, out: Path) -> bool:
+    """Whether a part alone is to be measured, and the file that nobody named holds more."""
+    part = bool(args.op or args.rows or args.shapes)
+    return part and args.out is None and out.exists()
 
 
 def _file(args: Namespace, device: str) -> Path:
@@ -123,6 +137,24 @@ def _known(path: Path, device: str) -> Any:
     return found
 
 
+def _check_ranks(platform: Any, ranks: int) -> None:
+    """That each rank has a device, or a core where ranks share the host's."""
+    from ds_runtime.platform.cores import cores
+
+    if not platform.own_memory and ranks > (most := cores()):
+        raise ConfigError(
+            f"--ranks {ranks}: ranks share the {most} cores of this host; give at most {most}"
+        )
+    for rank in range(ranks):
+        try:
+            platform.info(rank)
+        except Exception as e:
+            raise ConfigError(
+                f"--ranks {ranks}: {ranks} devices are needed, and number {rank} cannot be had: "
+                f"{e}; give less, or let more devices be seen"
+            ) from e
+
+
 def run_comm(args: Namespace) -> int:
     """Measure and add to the file."""
     if args.ranks < 2:
@@ -132,6 +164,7 @@ def run_comm(args: Namespace) -> int:
     from ds_runtime_bench.record import as_served
 
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
+    _check_ranks(assembly.platform, args.ranks)
     out = _file(args, assembly.device.name)
     costs = _known(out, assembly.device.name)
     as_served(assembly.platform)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any
@@ -47,10 +48,19 @@ def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dic
                 process.join()
     return {
         kind: {
-            ranks: tuple((size, max(one[kind][size] for one in found)) for size in found[0][kind])
+            ranks: rising((size, max(one[kind][size] for one in found)) for size in found[0][kind])
         }
         for kind in KINDS
     }
+
+
+def rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """(bytes, seconds), sizes rising, without noise that makes one longer than a larger one."""
+    found, least = list[tuple[int, float]](), math.inf
+    for size, seconds in sorted(points, reverse=True):
+        least = min(least, seconds)
+        found.append((size, least))
+    return tuple(reversed(found))
 
 
 def _answer(results: Any, processes: Sequence[Any]) -> dict[str, dict[int, float]]:

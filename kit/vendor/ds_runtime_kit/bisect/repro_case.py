@@ -64,14 +64,24 @@ def load(path: Path) -> Capsule:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
         if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']!r}, this runtime reads {FORMAT}")
+            raise ConfigError(
+                f"--case {path}: has format {_shown(data['format'])}, and this runtime reads "
+                f"{FORMAT}: record it again with ds-runtime bisect"
+            )
         names = {f.name for f in fields(Capsule)}
         values = {name: data[name] for name in names}
         return Capsule(**{**values, "case": _restored(data["case"])})
-    except Exception as e:  # whatever the bytes are
+    except ConfigError:
+        raise
+    except Exception as e:  # whatever the bytes are; torch's words advise to trust the file
         raise ConfigError(
-            f"--case {path}: is no case that ds-runtime bisect wrote: {type(e).__name__}: {e}"
+            f"--case {path}: is no case that ds-runtime bisect wrote ({type(e).__name__})"
         ) from e
+
+
+def _shown(value: Any) -> str:
+    """A value of a file that may hold anything."""
+    return repr(value) if isinstance(value, int | str) and len(repr(value)) < 40 else "unknown"
 
 
 def _plain(value: Any) -> Any:
