@@ -414,7 +414,7 @@ def test_halves_of_another_shape_than_the_whole_are_named(files, tmp_path, half,
         data, kind = tensors[f"blk.1.attn_{half}.weight"]
         tensors[f"blk.1.attn_{half}.weight"] = (np.ascontiguousarray(data[cut]), kind)
 
-    said = r"model\.layers\.1\.self_attn\.kv_b_proj\.weight has shape \[384, 64\], which its halves"
+    said = r"model\.layers\.1\.self_attn\.kv_b_proj\.weight has shape \[384, 64\], and its halves"
     with pytest.raises(CheckpointError, match=said):
         Source(resolve_model(str(rewritten(path, tmp_path / "other.gguf", change))))
 
