@@ -143,7 +143,7 @@ def test_a_process_that_had_an_engine_before_gathers(monkeypatch, caplog):
         for before in ([3, 0], [None, None]):
             found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=before)
             assert found == [None, None]
-    assert "met [3, 0] times before" in caplog.records[0].getMessage()
+    assert "number of times ([3, 0])" in caplog.records[0].getMessage()
     found = ranks(2, monkeypatch, lambda comm: comm.ordered_sum(10), before=[3, 3])
     assert None not in found and ordered_sum._Meetings.counts == [4, 4]
 
