@@ -136,7 +136,7 @@ def test_states_that_leave_no_page_are_named():
     assert made.pages == 0
     said = str(made.too_small(0, 160))
     for part in (
-        "beside 965.0 MB of states (--max-running-requests 64, --state-snapshots 900)",
+        "besides 965.0 MB of states (--max-running-requests 64, --state-snapshots 900)",
         "lower --state-snapshots or --max-running-requests, raise --kv-memory",
     ):
         assert part in said

@@ -152,7 +152,7 @@ def test_packages_of_an_extra_that_are_missing_or_of_another_version(
     assert evidence.has_extra("acme-dist", "acme")
     assert not evidence.has_extra("acme-dist", "other") and not evidence.has_extra("none", "x")
     wrong, missing = evidence.mismatches("acme-dist", "acme")
-    assert wrong.startswith("pytest is ") and wrong.endswith(", wanted ==1.0")
+    assert wrong.startswith("pytest is ") and wrong.endswith(", expected ==1.0")
     assert missing == "acme-driver is not installed"
     row = {"name": "acme", "distribution": "acme-dist", "says": "not installed: 8 cards"}
     better = _Better.of(row)

@@ -16,6 +16,7 @@ from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
 from ds_runtime.ops.reference.attention.cache import allocate_latent_pages
@@ -47,6 +48,8 @@ def with_window(assembly):
 @pytest.fixture
 def make(tiny, monkeypatch):
     def made(stateful=True, snapshots=None, **settings):
+        if stateful:  # no model with states absorbs chunks
+            monkeypatch.setattr(Absorbing, "of", lambda *_: None)
         monkeypatch.setattr(Assembly, "caches", property(with_window if stateful else own_caches))
         config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
         assembly = assemble(config, SETTINGS)

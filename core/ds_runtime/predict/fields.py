@@ -34,7 +34,7 @@ def exactly(name: str, raw: Mapping[str, Any], fields: Iterable[str]) -> None:
 
 
 def items(name: str, value: Any, length: int | None = None) -> Sequence[Any]:
-    """A list that is not empty, of so many values."""
+    """A list that is not empty, of `length` values if it is given."""
     if not isinstance(value, list) or not value or length not in (None, len(value)):
         raise wrong(name, value, f"a list of {length} values" if length else "a list of values")
     return value

@@ -83,13 +83,33 @@ def test_rows_are_at_least_one(most):
         EngineConfig(torch_compile_max_bs=most)
 
 
+def some_rows(bounds):
+    first, below = bounds
+    return not below or first < below
+
+
+def bounds_to(most):
+    return st.tuples(st.integers(0, most), st.integers(0, most)).filter(some_rows)
+
+
+@given(st.tuples(st.integers(-9, 9), st.integers(-9, 9)))
+def test_bounds_that_no_call_meets_are_refused(bounds):
+    if min(bounds) >= 0 and some_rows(bounds):
+        assert RowRange("", *bounds).holds(bounds[0])
+    else:
+        with pytest.raises(ValueError, match="no number of rows is at least first"):
+            RowRange("", *bounds)
+
+
 def bounded(i, first, below):
     return Kernel(OPS["silu_mul"], f"m:k{i}", f"p{i}", rows=RowRange("", first, below))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(some_rows), min_size=1, max_size=5
+    ),
     st.integers(0, 12),
 )
 def test_functions_divide_calls_by_rows(bounds, rows):
@@ -108,7 +128,9 @@ def test_functions_divide_calls_by_rows(bounds, rows):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 40)).filter(some_rows), min_size=1, max_size=4
+    ),
     st.integers(1, 40),
     st.integers(1, 9),
     st.sets(st.integers(0, 3)),
