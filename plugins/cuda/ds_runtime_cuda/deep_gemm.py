@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import (
-    FP8_EXPERTS,
     FP8_ROWS,
-    ExpertSource,
     Facts,
     Groups,
     Packed,
@@ -30,7 +28,7 @@ from ds_runtime.api import (
     kept_in,
 )
 from ds_runtime_cuda import grouped
-from ds_runtime_cuda.expert_weights import MakesCodes, pack_blocks
+from ds_runtime_cuda.expert_weights import SortedExperts
 from ds_runtime_cuda.gates import COPIED_KEYS, EXPANDED
 from ds_runtime_cuda.quant import GROUP, in_columns, quantise
 
@@ -151,27 +149,11 @@ def compile_absorb(facts: Facts, rows: Sequence[int]) -> None:
     compile_linear(facts, [count for count in rows if count >= EXPANDED])
 
 
-class ExpertsFp8(MakesCodes):
+class ExpertsFp8(SortedExperts):
     """Routed experts as two grouped matmuls over rows sorted by expert."""
 
     def __init__(self, facts: Facts) -> None:
         self._gemm = _library().m_grouped_fp8_gemm_nt_contiguous
-
-    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        return pack_blocks(source)
-
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(FP8_EXPERTS)
-        powers = bool(packed.tensors.get("ue8m0", False))
-        return self._summed(lambda rows: grouped.scatter(x, rows, powers), weights, ids, packed)
-
-    def apply_quantized(
-        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
-    ) -> Tensor:
-        """See QuantizedExperts."""
-        packed.expect(FP8_EXPERTS)
-        arrange = partial(grouped.scatter_codes, q, scale)
-        return self._summed(arrange, weights, ids, packed)
 
     def _summed(
         self, arrange: grouped.Arrange, weights: Tensor, ids: Tensor, packed: Packed

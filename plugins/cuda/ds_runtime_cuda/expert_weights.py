@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, ExpertSource, Packed, Weight, fp8_blocks
+from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed, Weight, fp8_blocks
+from ds_runtime_cuda import grouped
 from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
@@ -53,3 +56,29 @@ def pack_blocks(source: ExpertSource) -> Packed:
 def _restore(packed: Packed) -> Tensor:
     """[experts, 2 · intermediate, hidden]: gate rows, then up rows."""
     return fp8_blocks.spread(packed.tensors["gate_up"], packed.tensors["gate_up_scale"])
+
+
+class SortedExperts(MakesCodes, ABC):
+    """Routed experts over FP8_EXPERTS as grouped matmuls over rows sorted by expert."""
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        return pack_blocks(source)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(FP8_EXPERTS)
+        powers = bool(packed.tensors.get("ue8m0", False))
+        return self._summed(lambda rows: grouped.scatter(x, rows, powers), weights, ids, packed)
+
+    def apply_quantized(
+        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
+        """See QuantizedExperts."""
+        packed.expect(FP8_EXPERTS)
+        arrange = partial(grouped.scatter_codes, q, scale)
+        return self._summed(arrange, weights, ids, packed)
+
+    @abstractmethod
+    def _summed(
+        self, arrange: grouped.Arrange, weights: Tensor, ids: Tensor, packed: Packed
+    ) -> Tensor:
+        """The sums [tokens, hidden] of rows as `arrange` brings them into their order."""

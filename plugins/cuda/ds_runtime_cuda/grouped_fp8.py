@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed
+from ds_runtime.api import Facts, Packed
 from ds_runtime_cuda import grouped, nvrtc
-from ds_runtime_cuda.expert_weights import MakesCodes, pack_blocks
+from ds_runtime_cuda.expert_weights import SortedExperts
 from ds_runtime_cuda.quant import GROUP, scale_columns
 
 _SOURCE = "grouped.cu"
@@ -64,27 +64,11 @@ def _arguments(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> _
     return args
 
 
-class ExpertsGrouped(MakesCodes):
+class ExpertsGrouped(SortedExperts):
     """Two grouped matmuls over rows sorted by expert; the first one activates and quantises."""
 
     def __init__(self, facts: Facts) -> None:
         pass
-
-    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        return pack_blocks(source)
-
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(FP8_EXPERTS)
-        powers = bool(packed.tensors.get("ue8m0", False))
-        return self._summed(lambda rows: grouped.scatter(x, rows, powers), weights, ids, packed)
-
-    def apply_quantized(
-        self, q: Tensor, scale: Tensor, weights: Tensor, ids: Tensor, packed: Packed
-    ) -> Tensor:
-        """See QuantizedExperts."""
-        packed.expect(FP8_EXPERTS)
-        arrange = partial(grouped.scatter_codes, q, scale)
-        return self._summed(arrange, weights, ids, packed)
 
     def _summed(
         self, arrange: grouped.Arrange, weights: Tensor, ids: Tensor, packed: Packed
