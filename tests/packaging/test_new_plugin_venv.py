@@ -16,7 +16,7 @@ from ds_runtime_kit.scaffold import write_plugin
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("kind", "passed"), [("platform", 17), ("loader", 7)])
+@pytest.mark.parametrize(("kind", "passed"), [("platform", 19), ("loader", 7)])
 def test_it_installs_and_passes_as_written(kind: str, passed: int, tmp_path: Path) -> None:
     package = write_plugin("septima", tmp_path, kind=kind)
     venv.create(tmp_path / "venv", with_pip=False)

@@ -70,6 +70,7 @@ class RankGroup:
         self._processes: list[BaseProcess] = []
         self._stopping = threading.Event()
         self._ending = threading.Lock()
+        self._reaping = threading.Lock()
         self._ended = False  # by this process
         self._failed = threading.Event()
         self.failure: errors.DsRuntimeError | None = None
@@ -175,7 +176,7 @@ class RankGroup:
         self.leave()
         deadline, said = time.monotonic() + timeout, None
         for process in self._processes:
-            process.join(max(0.0, deadline - 1.0 - time.monotonic()))
+            self._code(process, max(0.0, deadline - 1.0 - time.monotonic()))
         if self._processes and self.failure is None and not self._ended:
             self._note_silent()
             self.failure = self._first()
@@ -193,10 +194,19 @@ class RankGroup:
         with self._ending:
             self._ended = True
             for process in self._processes:
-                if process.is_alive():
+                if self._code(process) is None:
                     process.kill()
             for process in self._processes:
-                process.join(max(1.0, deadline - time.monotonic()))
+                self._code(process, max(1.0, deadline - time.monotonic()))
+
+    def _code(self, process: BaseProcess, timeout: float = 0.0) -> int | None:
+        """Its exit code once it has ended, for which this waits up to `timeout` seconds. One
+        thread asks at a time: where two reap a process at once, one of them is told None.
+        """
+        ended = wait([process.sentinel], timeout)
+        with self._reaping:
+            process.join(1.0 if ended else 0.0)  # the sentinel speaks before the exit code
+            return process.exitcode
 
     def _watch(self) -> None:
         alive = {p.sentinel: p for p in self._processes}
@@ -205,7 +215,7 @@ class RankGroup:
             if self._woken in dead:
                 return
             for one in dead:
-                alive.pop(cast(int, one)).join(1.0)  # the sentinel speaks before the exit code
+                self._code(alive.pop(cast(int, one)))
             self._note_silent()
             if not self._stopping.is_set():
                 time.sleep(NEIGHBOURS)
@@ -222,7 +232,8 @@ class RankGroup:
     @property
     def _lacks_rank_0(self) -> bool:
         """Whether rank 0 of several nodes was here, and has ended."""
-        return not self._far and bool(self._specs[0].nodes) and not self._processes[0].is_alive()
+        first, several = self._processes[0], bool(self._specs[0].nodes)
+        return not self._far and several and self._code(first) is not None
 
     def _tell_rank_0(self, alive: list[int]) -> None:
         """What these ranks have left, and let those that live tell it, and leave, by themselves."""
@@ -256,7 +267,7 @@ class RankGroup:
         """
         leaving = self._far or self._stopping.is_set()
         for spec, process in zip(self._specs, self._processes, strict=True):
-            code = process.exitcode
+            code = self._code(process)
             error: errors.DsRuntimeError
             if code == UNGUARDED:
                 error = errors.ConfigError(_UNGUARDED.format(size=spec.size))
