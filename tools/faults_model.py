@@ -10,10 +10,7 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/checkpoint/nan.py",
         'pairs = (("i", last), ("u", last | 1 << (8 * size - 1)))',
         'pairs = (("i", last),)',
-        (
-            "tests/core/model/test_nan_weights.py::test_every_number_that_a_dtype_has",
-            "tests/core/model/test_nan_weights.py",
-        ),
+        ("tests/core/model/test_nan_weights.py::test_every_number_that_a_dtype_has",),
     ),
     Fault(
         "codes from attention although a prefix is there",
@@ -27,7 +24,7 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/binding/bound.py",
         "and method in (kernel.rows.methods or (method,))",
         "",
-        ("tests/core/test_bind.py",),
+        ("tests/core/test_bind.py::test_bounds_may_hold_for_one_method_alone",),
     ),
     Fault(
         "softmax scale without mscale squared",
@@ -43,7 +40,6 @@ MODEL: tuple[Fault, ...] = (
         "closed = 0.0",
         (
             "tests/core/ops/test_reference_routing.py::test_a_closed_group_is_never_chosen_however_low_the_bias",
-            "tests/core/ops/test_reference_routing.py",
         ),
     ),
     Fault(
@@ -51,65 +47,58 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/reference/matrices/moe.py",
         "weights = scores.gather(1, ids)",
         "weights = choice.gather(1, ids)",
-        (
-            "tests/core/ops/test_reference_routing.py::test_noaux_tc_equals_transformers",
-            "tests/core/ops/test_reference_routing.py",
-        ),
+        ("tests/core/ops/test_reference_routing.py::test_noaux_tc_equals_transformers",),
     ),
     Fault(
         "half-split rope",
         "core/ds_runtime/ops/reference/attention/rope.py",
         "a, b = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)",
         "a, b = x.to(cos.dtype).chunk(2, dim=-1)",
-        ("tests/core/ops/test_reference_small.py",),
+        ("tests/core/ops/test_reference_small.py::test_rope_equals_both_forms_of_transformers",),
     ),
     Fault(
         "nibbles swapped",
         "core/ds_runtime/weights/layouts.py",
         "torch.stack((data & 15, data >> 4), dim=-1)",
         "torch.stack((data >> 4, data & 15), dim=-1)",
-        ("tests/core/model/test_published_formats.py",),
+        ("tests/core/model/test_published_formats.py::test_any_part_is_that_part_of_the_whole",),
     ),
     Fault(
         "AWQ's order taken backwards",
         "core/ds_runtime/weights/layouts.py",
         "_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",
         "_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
-        ("tests/core/model/test_published_formats.py",),
+        ("tests/core/model/test_published_formats.py::test_any_part_is_that_part_of_the_whole",),
     ),
     Fault(
         "a global scale that divides multiplies",
         "core/ds_runtime/weights/layouts.py",
         "self.sent(1 / value if self.encoding.divides else value)",
         "self.sent(value)",
-        (
-            "tests/core/model/test_published_formats.py::test_any_part_is_that_part_of_the_whole",
-            "tests/core/model/test_published_formats.py",
-        ),
+        ("tests/core/model/test_published_formats.py::test_any_part_is_that_part_of_the_whole",),
     ),
     Fault(
         "a conversion is not said",
         "core/ds_runtime/ops/binding/bind.py",
         "converts = str(conversion)",
         'converts = ""',
-        ("tests/core/test_conversions.py",),
+        ("tests/core/test_conversions.py::test_the_format_that_a_weight_is_held_in",),
     ),
     Fault(
         "fp8 scale transposed",
         "core/ds_runtime/ops/weight.py",
         "scale = scale_grid(part, compute)\n",
         "scale = scale_grid(part, compute)\n    scale = scale.t().reshape(scale.shape)\n",
-        ("tests/core/ops/test_reference_formats.py",),
+        (
+            "tests/core/ops/test_reference_formats.py::test_fp8_blocks_equal_an_element_by_element_loop",
+        ),
     ),
     Fault(
         "page off by one",
         "core/ds_runtime/ops/reference/attention/cache.py",
         "owners = pages[tokens // page_size].to(torch.int64)",
         "owners = pages[(tokens - 1).clamp_min(0) // page_size].to(torch.int64)",
-        (
-            "tests/core/ops/test_reference_attention.py::test_what_is_written_is_gathered",
-            "tests/core/ops/test_reference_attention.py",
-        ),
+        ("tests/core/ops/test_reference_attention.py::test_what_is_written_is_gathered",),
     ),
     Fault(
         "merge missing",
@@ -130,7 +119,7 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/binding/bind.py",
         "        if (said := _asked(check, facts)) is not None:\n",
         "        if (said := _asked(check, facts)) is not None and not said:\n",
-        ("tests/core/test_bind.py",),
+        ("tests/core/test_bind.py::test_a_refusal_is_kept_word_for_word_and_the_next_serves",),
     ),
     Fault(
         "plugin half registered",
@@ -144,14 +133,16 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/ops/binding/bind.py",
         "if all(sentence is not None for _, sentence in said):",
         "if not said:",
-        ("tests/core/test_bind.py",),
+        ("tests/core/test_bind.py::test_a_pin_never_beats_a_refusal",),
     ),
     Fault(
         "a kernel whose rows' bits hang on others is bound where they must not",
         "core/ds_runtime/ops/binding/invariant.py",
         "            yield NO_BITS",
         "            yield from ()",
-        ("tests/core/test_bind_invariant.py",),
+        (
+            "tests/core/test_bind_invariant.py::test_a_kernel_without_the_tag_is_refused_in_words_that_name_the_flag",
+        ),
     ),
     Fault(
         "choices of experts of other ranks reach the last one here",
