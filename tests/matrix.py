@@ -1,7 +1,8 @@
 """A pytest plugin: which cases of the instruction-set matrix run, and what they found.
 
 While the receipt in the tree is of these sources, the best instruction set runs and a random tenth
-of the cases of the others; otherwise, or with --every-isa, all of them. Names on the command line (`::`, `-k`, `--last-failed`) are always obeyed. `--matrix-seed` repeats a draw.
+of the cases of the others; otherwise, or with --every-isa, all of them. Names on the command line
+(`::`, `-k`, `--last-failed`) are always obeyed. `--matrix-seed` repeats a draw.
 """
 
 from __future__ import annotations
