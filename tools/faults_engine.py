@@ -12,7 +12,7 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/engine/step/result.py",
         "(total - total) == 0",
         "total.new_ones(total.shape).bool()",
-        ("tests/e2e/test_broken_logits.py",),
+        ("tests/e2e/test_broken_logits.py::test_the_choice_ends_and_nothing_of_it_stays",),
     ),
     Fault(
         "pages of a broken answer that stay cached",
@@ -93,7 +93,9 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/parallel/link/messages.py",
         "min(causes, key=lambda cause: cause.known)",
         "causes[0]",
-        ("tests/core/parallel/test_link_ends.py",),
+        (
+            "tests/core/parallel/test_link_ends.py::test_one_that_was_killed_is_told_of_by_another_and_is_first",
+        ),
     ),
     Fault(
         "pages of a lease that has ended are kept",
@@ -172,7 +174,7 @@ ENGINE: tuple[Fault, ...] = (
         INPUTS,
         "np.array(slots + [-1] * dummies, np.int64)",
         "np.array(slots + [0] * dummies, np.int64)",
-        ("tests/e2e/test_graphs.py",),
+        ("tests/e2e/test_graphs.py::test_a_replay_changes_what_an_eager_step_changes",),
     ),
     Fault(
         "spare rows of prompts write to a page",
@@ -186,7 +188,9 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/engine/capture/prefill.py",
         "self._rows.spare()",
         "self._rows.spare(self.size)",
-        ("tests/e2e/test_prefill_graphs.py",),
+        (
+            "tests/e2e/test_prefill_graphs.py::test_what_the_start_has_no_time_for_is_captured_while_idle",
+        ),
     ),
     Fault(
         "spare rows read a foreign page",
@@ -207,7 +211,7 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/engine/speculate/chain.py",
         "self._parts.prepare(batch, self._keys, inside=True if self.size else None)",
         "self._parts.prepare(batch, () if self.size else self._keys)",
-        ("tests/e2e/test_speculation_captured.py",),
+        ("tests/e2e/test_speculation_captured.py::test_every_kind_of_request",),
     ),
     Fault(
         "ranks add up as the library likes",
@@ -228,7 +232,9 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/engine/speculate/chain.py",
         "self._mine(found[-1])",
         "found[-1][: batch.num_tokens]",
-        ("tests/e2e/test_speculation_pairs.py",),
+        (
+            "tests/e2e/test_speculation_pairs.py::test_ranks_that_divide_sequences_draft_for_their_own",
+        ),
     ),
     Fault(
         "a captured step takes the wrong rows",
@@ -249,21 +255,21 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/parallel/exchange.py",
         "[work for work in works if work.group == self.group]",
         "list(works)",
-        ("tests/e2e/test_dp_attention_kv.py",),
+        ("tests/e2e/test_dp_attention_kv.py::test_the_kv_of_a_sequence_lies_on_one_rank_only",),
     ),
     Fault(
         "sums of a group leave out its other ranks",
         "core/ds_runtime/parallel/exchange.py",
         "self._inside.all_reduce(summed)[:count]",
         "summed[:count]",
-        ("tests/core/parallel/test_exchange.py",),
+        ("tests/core/parallel/test_exchange.py::test_a_steps_rows_enter_leave_and_are_collected",),
     ),
     Fault(
         "the shared experts of a group's own rows are lost",
         "core/ds_runtime/parallel/exchange.py",
         "summed[:count].add_(own)",
         "summed[:count].add_(0 * own)",
-        ("tests/core/parallel/test_exchange.py",),
+        ("tests/core/parallel/test_exchange.py::test_a_steps_rows_enter_leave_and_are_collected",),
     ),
     Fault(
         "a group preempts the requests of another",

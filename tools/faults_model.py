@@ -17,7 +17,9 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/model/attention.py",
         "or part is None or part.prefix or",
         "or part is None or",
-        ("tests/e2e/test_quantised_inputs.py",),
+        (
+            "tests/e2e/test_quantised_inputs.py::test_attention_quantises_neither_beside_a_decode_nor_behind_a_prefix",
+        ),
     ),
     Fault(
         "bounds of rows that hold for every method",
@@ -112,7 +114,7 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/assembly/rules.py",
         "RULES = (uncaptured, widening, index_keys, crowded",
         "RULES = (uncaptured, widening, crowded",
-        ("tests/core/test_rules.py",),
+        ("tests/core/test_rules.py::test_a_rule_says_what_it_changed_and_why",),
     ),
     Fault(
         "refusal ignored",
@@ -126,7 +128,9 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/plugins/manager.py",
         "            self.manager.unregister(plugin)\n",
         "            pass\n",
-        ("tests/core/test_plugins.py",),
+        (
+            "tests/core/test_plugins.py::test_a_plugin_that_cannot_be_loaded_is_named_and_leaves_nothing",
+        ),
     ),
     Fault(
         "pin beats a refusal",
@@ -156,6 +160,6 @@ MODEL: tuple[Fault, ...] = (
         "core/ds_runtime/weights/loader.py",
         "local = self.placement.local(here.rank)",
         "local = self.placement.local(0)",
-        ("tests/e2e/test_expert_parallel.py",),
+        ("tests/e2e/test_expert_parallel.py::test_mixed_batches_give_what_one_rank_gives",),
     ),
 )

@@ -270,8 +270,8 @@ def test_closing_ends_what_is_being_rendered(bpe_folder, tmp_path):
             time.sleep(0.2)
             begin = time.monotonic()
             text.close()
-            assert isinstance(asked.exception(WITHIN), RequestError)
-        assert time.monotonic() - begin < 1.0
+            assert isinstance(asked.exception(30), RequestError)
+        assert time.monotonic() - begin < 30  # of the 60 that a request has here
 
 
 @pytest.fixture
