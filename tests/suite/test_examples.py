@@ -12,7 +12,7 @@ def test_a_part_is_spread_over_all(monkeypatch, size):
     monkeypatch.setattr(examples, "is_deep", lambda: False)
     found = examples.some_of(range(size), 8)
     assert len(found) == min(8, size) == len(set(found)) and found == sorted(found)
-    steps = {b - a for a, b in zip(found, found[1:] + [size], strict=True)}
+    steps = {b - a for a, b in zip(found, [*found[1:], size], strict=True)}
     assert found[0] == 0 and max(steps) - min(steps) <= 1
 
 
