@@ -1,8 +1,8 @@
 """A pytest plugin: which cases of the instruction-set matrix run, and what they found.
 
-While the receipt in the tree is of these sources, the best and the generic instruction set run and
-a random tenth of the cases of the others; otherwise, or with --every-isa, all of them. Names on the
-command line (`::`, `-k`, `--last-failed`) are always obeyed. `--matrix-seed` repeats a draw.
+While the receipt in the tree is of these sources, the best instruction set runs and a random tenth
+of the cases of the others; otherwise, or with --every-isa, all of them. Names on the command line
+(`::`, `-k`, `--last-failed`) are always obeyed. `--matrix-seed` repeats a draw.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if (seed := os.environ.get(SEED)) is not None:
         terminalreporter.write_line(
-            "instruction sets: the best and the generic one, and a tenth of the cases of others: "
+            "instruction sets: the best one, and a tenth of the cases of others: "
             f"--matrix-seed {seed}"
         )
 
@@ -67,7 +67,7 @@ def isa_of(item: pytest.Item) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     runnable = native.runnable()
-    always = {None, receipts.BASELINE, *runnable[:1], *set(runnable) - receipts.covered("isas")}
+    always = {None, *runnable[:1], *set(runnable) - receipts.covered("isas")}
     seed, kept, left = os.environ.get(SEED), [], []
     for item in items:
         isa = isa_of(item)

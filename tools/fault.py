@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line: `find` is in `file` exactly once, and `tests` turn red with `replace`.
+    """One wrong line: with `replace` for `find`, which is in `file` once, one of `tests` turns red.
 
-    Of `tests` the one that turns red first stands in front: a run ends there.
+    A run ends with the first that is red, and pytest runs them in the order of their files: a whole
+    file is named only where no single test of it is known.
     """
 
     name: str

@@ -12,6 +12,7 @@ A commit that means to change plans freezes them again and says what changed.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import gzip
@@ -57,14 +58,22 @@ def planned(device: str) -> dict[str, Any]:
 
 def plan(shape: str, dtype: str, device: str) -> Any:
     """What `plan --json` prints, but for what may change."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = f"{temporary}/{shape}"
-        made = "bench", "make-checkpoint", "--config-only", "--shape", shape, "--dtype", dtype
-        _run(*made, folder)
-        code, out, said = _run("plan", "--model", folder, "--device", device, "--json")
-        if code:
-            return said.replace(folder, shape)
-        return json.loads(out.replace(folder, shape), object_hook=_kept)
+    folder = f"{_folder(shape, dtype).name}/{shape}"
+    code, out, said = _run("plan", "--model", folder, "--device", device, "--json")
+    if code:
+        return said.replace(folder, shape)
+    return json.loads(out.replace(folder, shape), object_hook=_kept)
+
+
+@cache
+def _folder(shape: str, dtype: str) -> tempfile.TemporaryDirectory[str]:
+    """Where a checkpoint's configuration lies, for every device, until the process ends."""
+    temporary = tempfile.TemporaryDirectory()
+    atexit.register(temporary.cleanup)
+    made = "bench", "make-checkpoint", "--config-only", "--shape", shape, "--dtype", dtype
+    code, _, said = _run(*made, f"{temporary.name}/{shape}")
+    assert code == 0, said
+    return temporary
 
 
 def _run(*words: str) -> tuple[int, str, str]:

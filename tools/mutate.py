@@ -62,8 +62,13 @@ SITECUSTOMIZE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__module__]
 """
-# Imported once, in the process that every run of pytest is forked from.
-WARM = ("torch", "transformers.models.deepseek_v3.modeling_deepseek_v3", "hypothesis", "pytest")
+# Imported once, in the process that every run of pytest is forked from: nothing of the project.
+WARM = (
+    *("torch", "transformers.models.deepseek_v3.modeling_deepseek_v3", "hypothesis", "pytest"),
+    *("jinja2", "msgspec", "numpy", "safetensors.torch", "tokenizers", "zmq"),
+)
+# The plugins of pytest that the tests need; others that are installed cost each run a second.
+PYTEST_PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,6 @@ def run_here(folder: str, environment: Mapping[str, str], tests: Sequence[str], 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.dont_write_bytecode = True
     roots = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*roots, *(p for p in sys.path if not Path(p).is_relative_to(ROOT))]
     exec(SITECUSTOMIZE, {})
@@ -100,7 +104,8 @@ def run_here(folder: str, environment: Mapping[str, str], tests: Sequence[str], 
 
     # Warm imports are earlier than pytest's rewriting of assertions in its plugins.
     early = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *early, *tests])))
+    plugins = [word for name in PYTEST_PLUGINS for word in ("-p", name)]
+    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *plugins, *early, *tests])))
 
 
 class Copy:
@@ -118,9 +123,9 @@ class Copy:
         self._copy_native()
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
         # A fault is as long as what it replaces, or made within the same second: ask the text.
-        compileall.compile_dir(
-            str(folder / "core"), quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH
-        )
+        mode = PycInvalidationMode.CHECKED_HASH
+        for name in ("core", "kit", "plugins"):
+            compileall.compile_dir(str(folder / name), quiet=2, invalidation_mode=mode)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(WARM))
 
@@ -141,7 +146,7 @@ class Copy:
         path = os.pathsep.join(str(r) for r in roots)
         # Runs are no workers of a run that may be theirs.
         own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        return {**own, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**own, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     @contextlib.contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
@@ -184,14 +189,24 @@ def copied() -> Iterator[Copy]:
         yield Copy(Path(folder))
 
 
-def check_fault(copy: Copy, fault: Fault) -> Outcome:
-    """Run the fault's selection with the fault in place, and what turned red without it.
+def groups(faults: Sequence[Fault] = FAULTS, size: int = 6) -> list[tuple[Fault, ...]]:
+    """The faults in groups of up to `size`, those of the same tests together."""
+    alike = sorted(faults, key=lambda fault: fault.tests)
+    return [tuple(alike[i : i + size]) for i in range(0, len(alike), size)]
 
-    Raises MutationError if that is red without the fault, too.
+
+def check_faults(copy: Copy, faults: Sequence[Fault]) -> dict[str, Outcome]:
+    """What each fault's selection says with the fault in place, by its name.
+
+    Then what turned red runs without a fault, all in one process. Raises MutationError if one of
+    these tests is red there, too.
     """
-    with copy.with_fault(fault):
-        found = copy.run(fault.tests)
-    if not found.green and not (without := copy.run((found.first_red,))).green:
+    found = {}
+    for fault in faults:
+        with copy.with_fault(fault):
+            found[fault.name] = copy.run(fault.tests)
+    red = sorted({outcome.first_red for outcome in found.values() if not outcome.green})
+    if red and not (without := copy.run(red)).green:
         raise MutationError(f"red without a fault: {without.first_red}\n{without.output}")
     return found
 
@@ -210,10 +225,10 @@ def main() -> int:
         check_text(fault)
     survived = 0
     with copied() as copy:
-        for fault in faults:
-            found = check_fault(copy, fault)
-            survived += found.green
-            print(f"{fault.name:<36} {found.first_red or 'NOT CAUGHT'}", flush=True)
+        for group in groups(faults):
+            for name, found in check_faults(copy, group).items():
+                survived += found.green
+                print(f"{name:<36} {found.first_red or 'NOT CAUGHT'}", flush=True)
     return int(survived > 0)
 
 

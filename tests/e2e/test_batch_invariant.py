@@ -16,6 +16,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
+from examples import is_deep
 
 SETTINGS = {
     "platform": "cpu",
@@ -85,7 +86,8 @@ WAYS = {
 SHORT_ONES = [number for number in range(REQUESTS) if len(drawn(number)[0]) < 100]
 CROWDED = {"context_length": 256, "page_size": 4}  # and memory for as many tokens
 CROWD = {"of": SHORT_ONES, "most": 24}
-FEW_AND_MANY = pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.slow)])
+MANY = 40 if is_deep() else 10  # mixes
+FEW_AND_MANY = pytest.mark.parametrize("count", [2, pytest.param(MANY, marks=pytest.mark.slow)])
 THREADS = {"two threads": {"threads": 2, "disable_radix_cache": True}}
 
 
@@ -102,11 +104,11 @@ def test_mixes(dtype, way):
 @DTYPES
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, *THREADS], ids=lambda way: way.replace(" ", "-"))
-def test_two_hundred_mixes(dtype, way):
-    """Forty of each way, and as many of two more below."""
+def test_many_mixes(dtype, way):
+    """Two hundred of each dtype under the profile `deep`: forty of each way here."""
     settings = {**SETTINGS, **{**WAYS, **THREADS}[way], "dtype": dtype}
     with LLM("demo", **settings) as llm:
-        check_mixes(llm, dtype, 40, seed=len(way))
+        check_mixes(llm, dtype, MANY, seed=len(way))
 
 
 @DTYPES

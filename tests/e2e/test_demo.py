@@ -21,6 +21,7 @@ from ds_runtime.text.formats.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_bench.engine.drafts import DraftCheck
+from examples import is_deep
 
 FOLDER = resolve_model("demo")
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -196,14 +197,19 @@ def test_drafts_agree_as_in_the_plain_torch_of_the_training():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_scores_that_the_demo_promises():
-    """docs/demo.md has what is right; in bfloat16 another kernel may turn one or two."""
+    """docs/demo.md has what is right; in bfloat16 another kernel may turn one or two. All are asked
+    before a release: of a part no more may be wrong than of all.
+    """
+    part = None if is_deep() else 60
     settings = {"model": "demo", "platform": "cpu", "threads": torch.get_num_threads()}
     settings |= {"dtype": "bfloat16"}
-    scores = accuracy.run(settings, mtp=False)["scores"]
-    assert scores["sums"]["of"] == 500 and scores["sums"]["right"] >= 498
-    assert scores["tools"]["of"] == 200 and scores["tools"]["right"] >= 195
-    assert scores["schemas"]["of"] == 200 and scores["schemas"]["right"] >= 190
+    scores = accuracy.run(settings, part, mtp=False)["scores"]
+    for kind, of, wrong in (("sums", 500, 2), ("tools", 200, 5), ("schemas", 200, 10)):
+        assert scores[kind]["of"] == (part or of)
+        allowed = -(-wrong * part // of) if part else wrong
+        assert scores[kind]["of"] - scores[kind]["right"] <= allowed, (kind, scores[kind])
     # Drafts are computed anew, answer by answer: those of 120 answers are thousands.
-    drafts = accuracy.run(settings, limit=60)["scores"]["mtp"]
-    assert drafts["output_tokens"] > 4000
+    few = 60 if is_deep() else 12
+    drafts = accuracy.run(settings, limit=few)["scores"]["mtp"]
+    assert drafts["output_tokens"] > 66 * few
     assert drafts["outputs"] >= 0.60

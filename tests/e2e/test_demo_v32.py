@@ -12,6 +12,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.tensors import SINGLE, read_header
 from ds_runtime_bench.engine import accuracy
+from examples import is_deep
 
 FOLDER = resolve_model("demo-v32")
 HELD = json.loads((resolve_model("demo") / "heldout.json").read_text())
@@ -72,5 +73,5 @@ def test_it_finds_planted_keys_although_most_tokens_are_dropped(engines):
 @pytest.mark.parametrize("model", ["demo", "demo-v32"])
 def test_keys_planted_in_4096_tokens_are_found(model):
     settings = {"model": model, "platform": "cpu", "threads": torch.get_num_threads()}
-    report = accuracy.run(settings, 40, False, planted=(4096,))
+    report = accuracy.run(settings, 40 if is_deep() else 10, False, planted=(4096,))
     assert report["scores"]["planted"][4096]["share"] >= 0.95

@@ -15,6 +15,7 @@ from served import serving
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.description.hf import load_config
 from ds_runtime_bench.engine import accuracy
+from examples import is_deep
 
 FOLDER, DEMO = resolve_model("demo-v4"), resolve_model("demo")
 RECIPE = json.loads((FOLDER / "RECIPE.json").read_text())
@@ -108,12 +109,16 @@ def test_it_fills_schemas(client):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_scores_that_its_recipe_promises():
-    """docs/demo.md has what is right. In the file's formats a few answers may turn."""
+    """docs/demo.md has what is right. In the file's formats a few answers may turn. All are asked
+    before a release, else a part, whose share of wrong ones may be as large and one more.
+    """
+    part = None if is_deep() else 60
     settings = {"model": "demo-v4", "platform": "cpu", "threads": torch.get_num_threads()}
-    scores = accuracy.run(settings, mtp=False)["scores"]
+    scores = accuracy.run(settings, part, mtp=False)["scores"]
     for kind in ("sums", "tools", "schemas"):
         right, of = promised(kind)
-        assert scores[kind]["of"] == of
-        assert scores[kind]["right"] >= right - 0.02 * of, kind
+        assert scores[kind]["of"] == (part or of)
+        wrong = (of - right + 0.02 * of) / of * scores[kind]["of"] + (part is not None)
+        assert scores[kind]["of"] - scores[kind]["right"] <= wrong, (kind, scores[kind])
     prose = RECIPE["scores"]["perplexity of prose"]
     assert abs(math.log(scores["prose"]["perplexity"] / prose)) < 0.05

@@ -451,7 +451,7 @@ def test_two_servers_hand_a_prompt_over(tiny, tmp_path):
         there.rests(), time.sleep(2)  # the engine has had nothing to do for long
         begin = time.monotonic()
         assert "holds these pages no more" in here.pull(late).text
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 30  # of the 60 that a client waits here
         assert "no page of this prompt" in there.post("/hold", prompt=[1] * 40).text
         assert "ds_runtime_kv_pages_given_total" in there.http.get("/metrics").text
 

@@ -22,6 +22,7 @@ from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import check_float32
 from ds_runtime_kit.support import APART
+from examples import some_of
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 SETTINGS = {
@@ -214,10 +215,13 @@ def test_a_refused_pair_is_a_sentence_and_its_reason_is_told(made, pair):
     assert len(REFUSED) == len(APART)
 
 
+BY_ITSELF = sorted(p for p in every_pair() if all(FIRST[f] != level for f, level in p))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pair", sorted(p for p in every_pair() if all(FIRST[f] != level for f, level in p)), ids=str
-)
+@pytest.mark.parametrize("pair", some_of(BY_ITSELF, 8), ids=str)
 def test_each_pair_by_itself(made, alone, pair):
-    """Nothing else is on that could hide what two do to each other."""
+    """Nothing else is on that could hide what two do to each other: all of a release, some of each
+    run. Each pair is in the runs above as well.
+    """
     check({**FIRST, **dict(pair)}, made, alone)

@@ -5,6 +5,7 @@ those without drafts, token for token, in float32.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,25 @@ def answers(model, vocab=400, adapters=(None,), **settings):
         outputs = llm.generate(prompts, params, **({"lora": names} if any(names) else {}))
         again = llm.generate(prompts[:2], params[:2], **({"lora": names[:2]} if any(names) else {}))
         return [o.token_ids for o in (*outputs, *again)], llm.stats()
+
+
+@cache
+def _once(model, adapters, settings):
+    return answers(model, adapters=adapters, **dict(settings))
+
+
+def once(model, adapters=(None,), **settings):
+    """`answers`, which several tests hold theirs against, from one engine."""
+    return _once(str(model), adapters, tuple(sorted(settings.items())))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Settings with an adapter of all of the demo but its experts."""
+    folder = tmp_path_factory.mktemp("adapters") / "a"
+    config = load_config(resolve_model("demo"))
+    write_adapter(folder, config, lambda module: ".mlp.experts." not in module, rank=4)
+    return {"lora": (f"a={folder}",)}
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +115,19 @@ def recorded(monkeypatch):
     ),
 )
 def test_with_formats_kernels_and_sparse_attention(made, shape, drafting, settings):
-    plain, _ = answers(made[shape], **settings)
+    plain, _ = once(made[shape], **settings)
     found, stats = answers(made[shape], **drafting, **settings)
     assert found == plain
     assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=("chain", "tree"))
-def test_with_adapters(tmp_path, drafting):
+def test_with_adapters(adapter, drafting):
     """They change the model and not the drafts: fewer are right, and answers are the adapter's."""
-    config = load_config(resolve_model("demo"))
-    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
-    settings = {"lora": (f"a={tmp_path / 'a'}",)}
-    plain, _ = answers("demo", adapters=("a", None), **settings)
-    found, stats = answers("demo", adapters=("a", None), **settings, **drafting)
+    plain, _ = once("demo", adapters=("a", None), **adapter)
+    found, stats = answers("demo", adapters=("a", None), **adapter, **drafting)
     assert found == plain and stats.accepted_tokens > 0
-    assert plain != answers("demo")[0]
+    assert plain != once("demo")[0]
 
 
 def test_drafts_of_divided_sequences_are_as_often_right():
@@ -135,7 +152,7 @@ def test_drafts_of_divided_sequences_are_as_often_right():
     ],
 )
 def test_with_sequences_divided(made, shape, drafting, divided):
-    plain, _ = answers(made[shape])
+    plain, _ = once(made[shape])
     found, stats = answers(made[shape], **divided, **drafting)
     assert found == plain
     assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
@@ -151,12 +168,11 @@ def test_with_sequences_divided(made, shape, drafting, divided):
     ],
     ids=("chain", "tree", "chain-groups", "tree-groups"),
 )
-def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting, divided):
+def test_with_sequences_and_adapters_divided(adapter, recorded, drafting, divided):
     """Verifications, drafts and prompts are captured, and one step is ahead of the host."""
     config = load_config(resolve_model("demo"))
-    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
-    settings = {"lora": (f"a={tmp_path / 'a'}",), "max_running_requests": 4}
-    plain, alone = answers("demo", adapters=("a", None), **settings, **drafting)
+    settings = {**adapter, "max_running_requests": 4}
+    plain, alone = once("demo", adapters=("a", None), **settings, **drafting)
     settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
     settings |= {"graph_sizes": (1, 2, 4), "prefill_graph_sizes": (128,)}
     found, stats = answers("demo", adapters=("a", None), **settings, **divided, **drafting)
@@ -171,7 +187,7 @@ def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting, divid
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", [CHAIN, TREE, ADAPTIVE], ids=("chain", "tree", "adaptive"))
 def test_with_two_ranks(made, drafting):
-    plain, _ = answers(made["tiny-v3"])
+    plain, _ = once(made["tiny-v3"])
     found, stats = answers(made["tiny-v3"], tp=2, **drafting)
     assert found == plain and stats.draft_tokens > 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import httpx
@@ -63,6 +62,6 @@ def test_time_tells_nothing_of_others(url):
             assert known == 0
             times.append(seconds)
         own.append(ask(url, "a", theirs)[1])
-    middle = {name: statistics.median(t) for name, t in (("warm", warm), ("cold", cold))}
-    assert statistics.median(own) < 0.6 * middle["cold"]  # what could be told, if it were shared
-    assert 0.8 < middle["warm"] / middle["cold"] < 1.25, (warm, cold)
+    # The machine lengthens times, and never shortens one.
+    assert min(own) < 0.6 * min(cold)  # what could be told, if it were shared
+    assert 0.8 < min(warm) / min(cold) < 1.25, (warm, cold)

@@ -360,7 +360,7 @@ begin = time.thread_time()
 found = getattr(plugin, 'hooks', plugin).PROBE()
 spent = time.thread_time() - begin
 assert found is None or found.kind in ("absent", "not installed", "unsupported", "broken")
-assert spent < 0.02, spent
+assert spent < 0.1, spent  # an import of torch, or a process, takes longer
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -55,14 +55,15 @@ def test_a_tenth_is_drawn_and_a_seed_repeats_it():
     assert one == {n for n in reversed(names) if receipts.drawn("1", n)}
 
 
-def test_the_best_and_the_generic_set_are_always_there(monkeypatch):
+def test_the_best_set_is_always_there(monkeypatch):
     every = ["amx", "avx512", "avx2", "generic"]
     assert receipts.instruction_sets(every, None) == every
     monkeypatch.setattr(receipts, "covered", lambda check: frozenset({"amx", "avx2", "generic"}))
     found = [receipts.instruction_sets(every, str(seed)) for seed in range(200)]
     assert all("avx512" in f for f in found)  # no receipt is of it
-    assert all({"amx", "generic"} <= set(f) for f in found)
-    assert 0.05 < sum("avx2" in f for f in found) / len(found) < 0.2
+    assert all(f[0] == "amx" for f in found)
+    for other in ("avx2", "generic"):
+        assert 0.05 < sum(other in f for f in found) / len(found) < 0.2
 
 
 def test_a_run_is_held_against_the_receipt(tmp_path, monkeypatch, capsys):
@@ -135,7 +136,7 @@ def matrix(folder, *options, current=True):
 
 def test_the_matrix_is_drawn_while_the_receipt_is_of_these_sources(tmp_path):
     count, done = matrix(tmp_path, "--matrix-seed", "7")
-    assert (count["amx"], count["generic"]) == (50, 50) and 0 < count["avx2"] < 20
+    assert count["amx"] == 50 and 0 < count["avx2"] < 20 and 0 < count["generic"] < 20
     assert matrix(tmp_path, "--matrix-seed", "7", "-n", "2")[0] == count
     assert done.returncode == 0
     full = {"amx": 50, "avx2": 50, "generic": 50}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime._version import __version__
@@ -23,6 +22,7 @@ from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refu
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.platform.contract import Platform
+from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
 
 
@@ -169,8 +169,6 @@ def undone(config: EngineConfig) -> int:
 def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:
     found = {"ds-runtime": __version__}
     for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.distribution)}:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        if (version := installed(name)) is not None:
+            found[name] = version
     return tuple(sorted(found.items()))

