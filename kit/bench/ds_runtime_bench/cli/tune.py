@@ -113,7 +113,7 @@ def _replaces_more(args: Namespace, out: Path) -> bool:
 
 
 def _file(args: Namespace, device: str) -> Path:
-    from ds_runtime.predict.found import own
+    from ds_runtime.measured.found import own
 
     return own(device) if args.out is None else Path(args.out)
 
@@ -127,7 +127,7 @@ def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights:
 
 def _known(path: Path, device: str) -> Any:
     """The costs in a file that is to be added to."""
-    from ds_runtime.predict.costs import Costs
+    from ds_runtime.measured.costs import Costs
 
     found = Costs.read(path)
     if found.device != device:

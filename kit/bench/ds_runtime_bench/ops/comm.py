@@ -14,7 +14,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.predict.costs import KINDS, Collective
+from ds_runtime.measured.costs import KINDS, Collective
 
 if TYPE_CHECKING:
     from ds_runtime.platform.contract import Communicator, Platform

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import ConfigError
+from ds_runtime.measured import fields as of
 from ds_runtime.ops.declare import OpWork
-from ds_runtime.predict import fields as of
 
 FORMAT = 1
 KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather")  # of collectives
