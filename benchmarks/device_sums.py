@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import MANY
+from ds_runtime.parallel.sums.in_order import InOrder
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 

@@ -17,6 +17,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.parallel.mesh import LINE, MANY, Mesh
+from ds_runtime.parallel.sums.kinds import LIBRARY, LIBRARY_ALONE, SumSizes, received
 
 _GROUP = 128  # values that have a scale
 
@@ -46,7 +47,8 @@ class Wire:
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
-    ranks in their order (`parallel/in_order.py`); at_once: few values by one kernel, in float32.
+    ranks in their order (`parallel/sums/in_order.py`); at_once: few values by one kernel, in
+    float32; sums: else, which kind serves a size.
     routed: layers whose experts are divided by number, where weights and ids of experts cross with
     each row; choices: bytes of these, and of what fills up the row; coded: bytes that a row's
     hidden state is less there, as FP8 codes with their scales.
@@ -57,6 +59,7 @@ class Crossing:
     logits: int
     item: int = 4
     in_order: bool = False
+    sums: SumSizes = LIBRARY_ALONE
     at_once: bool = False
     choices: int = 0
     routed: int = 0
@@ -76,14 +79,25 @@ class Crossing:
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
         choices += -(width - coded + choices) % LINE
         at_once = in_order and assembly.adds_at_once
-        return Crossing(mesh, width, vocab * item, item, in_order, at_once, choices, routed, coded)
+        return Crossing(
+            mesh,
+            width,
+            vocab * item,
+            item,
+            in_order=in_order,
+            sums=assembly.sums.sizes,
+            at_once=at_once,
+            choices=choices,
+            routed=routed,
+            coded=coded,
+        )
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of this many rows of every group."""
         groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
         few = self.in_order and rows * self.width < MANY * self.item
         wide = 4 / self.item if self.at_once else 1
-        share = (heads - 1) * wide if few else 2 * (heads - 1) / heads
+        share = (heads - 1) * wide if few else received(self.sum_kind(rows), heads)
         inside = share / groups * self.width  # a sum, of a group's own rows
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits
@@ -95,6 +109,12 @@ class Crossing:
         count = layers * (sums + moves + (moves + sums))
         return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
 
+    def sum_kind(self, rows: int) -> str:
+        """Which kind of all-reduce sums this many rows of a group of attention."""
+        if self.in_order:
+            return LIBRARY
+        return self.sums.kind(rows * self.width)
+
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
         """Bytes that a rank receives in a step of this many rows in each group, of which `wanted`
         go through the head. Groups are filled up to the one with the most. Rows that fill up
@@ -102,7 +122,7 @@ class Crossing:
         """
         logits = (self.mesh.tp - 1) / self.mesh.tp * self.logits
         every = self.mesh.attn_dp * max(rows)
-        return every * (self.wire(layers).row - logits) + wanted * logits
+        return every * (self.wire(layers, max(rows)).row - logits) + wanted * logits
 
     def held(self, rows: int) -> int:
         """Bytes of the exchange at its widest, besides the rows that this rank gives and gets,

@@ -264,9 +264,9 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
     width, every, wanted = crossing.width, own * mesh.attn_dp, step.wanted
     if heads > 1:  # behind attention; and behind a FFN, where there are groups
         times = layers + (layers + 1 if groups > 1 else 0)
-        yield Crossed("all_reduce", heads, own * width, times)
+        yield Crossed(crossing.sum_kind(own), heads, own * width, times)
     if groups == 1:  # behind a FFN and the embedding
-        yield Crossed("all_reduce", mesh.tp, every * width, layers + 1)
+        yield Crossed(crossing.sum_kind(own), mesh.tp, every * width, layers + 1)
     else:
         yield Crossed("gather_rows", groups, every * width, layers - crossing.routed)
         if crossing.routed:  # with weights and ids of chosen experts
