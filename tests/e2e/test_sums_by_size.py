@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ SETTINGS = {
     "tp": 2,
     "disable_graph": True,
 }
+COUNTED = []  # stats before the answers, and behind them
 SIZES = [256, 512, 1024, 2048, 4096]  # a row of the model has 256 bytes
 
 
@@ -49,7 +51,9 @@ def answers(folder, sharing, **more):
     params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
     prompts = [[3 + i, 5, 7 + i] * (1 + 4 * i) for i in range(3)]
     with LLM(folder, extra_plugins=[sharing], **SETTINGS, **more) as llm:
+        before = llm.stats()
         found = llm.generate(prompts, params)
+        COUNTED[:] = before, llm.stats()
         return [(one.token_ids, one.logprobs) for one in found], llm._assembly.sums
 
 
@@ -57,6 +61,7 @@ def test_answers_are_the_librarys_and_every_kind_serves(tiny, sharing, tmp_path,
     costs(device(sharing), 512, 2048).write(found.own(device(sharing)))
     plain, none = answers(str(tiny), sharing, disable_custom_all_reduce=True)
     assert not none.sizes.upto
+    assert {*COUNTED[1].sums} == {"all_reduce"}
     monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
     own, sums = answers(str(tiny), sharing)
     assert sums.sizes.upto == (("one_shot", 512), ("two_shot", 2048))
@@ -67,6 +72,24 @@ def test_answers_are_the_librarys_and_every_kind_serves(tiny, sharing, tmp_path,
     assert {kind for kind, _ in served} == {"one_shot", "two_shot", "all_reduce"}
     for kind, size in served:
         assert kind == sums.sizes.kind(int(size))
+    check_counted(served)
+
+
+def check_counted(served):
+    """Counters say what ranks noted: the last of it, as engines sum before they answer, too. The
+    last FFN of a step with prompts has only the rows that are wanted, and counts as the others.
+    """
+    before, after = COUNTED
+    grown = {kind: n - before.sums.get(kind, 0) for kind, n in after.sums.items()}
+    total, prompts = sum(grown.values()), after.prefill_steps - before.prefill_steps
+    assert 0 < prompts and 0 < total <= len(served)
+    last = served[len(served) - total :]
+    noted = Counter(kind for kind, _ in last)
+    assert all(abs(grown.get(kind, 0) - noted[kind]) <= prompts for kind in {*grown, *noted})
+    counted = sum(after.sum_bytes.values()) - sum(before.sum_bytes.values())
+    sizes = [int(size) for _, size in last]  # which are what a rank receives of two
+    assert 0 <= counted - sum(sizes) <= prompts * max(sizes)
+    assert sum(after.sum_bytes.values()) < after.wire_bytes
 
 
 def device(sharing):

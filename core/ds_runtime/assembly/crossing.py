@@ -17,7 +17,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.parallel.mesh import LINE, MANY, Mesh
-from ds_runtime.parallel.sums.kinds import LIBRARY, LIBRARY_ALONE, SumSizes, received
+from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, SumSizes, received
 
 _GROUP = 128  # values that have a scale
 
@@ -94,26 +94,42 @@ class Crossing:
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of this many rows of every group."""
-        groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
-        few = self.in_order and rows * self.width < MANY * self.item
-        wide = 4 / self.item if self.at_once else 1
-        share = (heads - 1) * wide if few else received(self.sum_kind(rows), heads)
-        inside = share / groups * self.width  # a sum, of a group's own rows
+        groups, ranks = self.mesh.attn_dp, self.mesh.tp
+        few = self._few(rows)
+        inside = self._share(rows) / groups * self.width  # a sum, of a group's own rows
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
         row += self.routed * (groups - 1) / groups * (self.choices - self.coded)
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
-        sums, moves = each * (heads > 1), int(groups > 1)
-        count = layers * (sums + moves + (moves + sums))
-        return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
+        moves = int(groups > 1)
+        count = each * self._sums(layers) + moves * (2 * layers + 3)
+        return Wire(count + int(ranks > 1), row)
+
+    def _few(self, rows: int) -> bool:
+        return self.in_order and rows * self.width < MANY * self.item
+
+    def _share(self, rows: int) -> float:
+        """Bytes that a rank receives for each byte that ranks which divide heads sum."""
+        heads = self.mesh.attn_tp
+        if self._few(rows):
+            return (heads - 1) * (4 / self.item if self.at_once else 1)
+        return received(self.sum_kind(rows), heads)
+
+    def _sums(self, layers: int) -> int:
+        """Of a step: behind the embedding, every attention and every FFN."""
+        return 2 * layers + 1 if self.mesh.attn_tp > 1 else 0
 
     def sum_kind(self, rows: int) -> str:
         """Which kind of all-reduce sums this many rows of a group of attention."""
-        if self.in_order:
-            return LIBRARY
-        return self.sums.kind(rows * self.width)
+        return IN_ORDER if self.in_order else self.sums.kind(rows * self.width)
+
+    def summed(self, rows: int, layers: int) -> tuple[str, int, float]:
+        """The all-reduces of a step in which the largest group of attention has `rows` rows: their
+        kind, their number, and the bytes that a rank receives in them."""
+        count = self._sums(layers)
+        return self.sum_kind(rows), count, count * self._share(rows) * rows * self.width
 
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
         """Bytes that a rank receives in a step of this many rows in each group, of which `wanted`

@@ -37,8 +37,8 @@ def decide(config: EngineConfig, platform: Platform, device: DeviceInfo, plugins
 
 
 def of(costs: Costs, ranks: int) -> SumSizes | None:
-    """What the curves of so many ranks say; None where no fast kind was measured beside the
-    library's."""
+    """What the curves of this number of ranks say; None where the library's or every other one is
+    missing."""
     curves = {
         kind: dict(costs.collectives[kind][ranks])
         for kind in (LIBRARY, *FAST)

@@ -108,7 +108,7 @@ class Communicator(Protocol):
         ...
 
     def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Sums for small messages that ranks of one host have beside `all_reduce`, by kind:
+        """Sums for small messages that ranks of one host have besides `all_reduce`, by kind:
         `one_shot` and `two_shot` (`parallel/sums/kinds.py`). Each takes a contiguous tensor of
         float32 or bfloat16 values, the same shape on all ranks. It has at most `nbytes` bytes, a
         multiple of 16. Each returns the sum as a new tensor, with the same bits on all ranks, and

@@ -81,6 +81,9 @@ def test_measured_sizes_are_in_the_plan_its_bytes_its_memory_and_its_prediction(
         assert crossing.sum_kind(rows) == kind and old.sum_kind(rows) == LIBRARY
         more = crossing.wire(61, rows).row - old.wire(61, rows).row
         assert more == pytest.approx(SUMS * (share - 1.5) * ROW)
+        count, nbytes = crossing.summed(rows, 61)[1:]
+        assert crossing.summed(rows, 61)[0] == kind and count == SUMS
+        assert nbytes == pytest.approx(SUMS * share * rows * ROW)
         told = crossing.received([rows], 1, 61) - old.received([rows], 1, 61)
         assert told == pytest.approx(rows * more)
     assert crossing.sum_kind(300) == LIBRARY

@@ -20,6 +20,9 @@ TWO_SHOT: Final = "two_shot"
 FAST: Final = (ONE_SHOT, TWO_SHOT)
 """Kinds beside the library's, those for smaller messages first."""
 
+IN_ORDER: Final = "in_order"
+"""What serves every size where ranks are added in their order; `sums/in_order.py` divides it."""
+
 MOST = 1 << 26
 """Bytes of a message beyond which the library's own always serves."""
 
@@ -40,7 +43,7 @@ class SumSizes:
     upto: tuple[tuple[str, int], ...] = ()
 
     def kind(self, nbytes: float) -> str:
-        """That serves a message of so many bytes."""
+        """The kind that serves a message of this size."""
         if nbytes > 0 and nbytes % ALIGNED == 0:
             return next((kind for kind, most in self.upto if nbytes <= most), LIBRARY)
         return LIBRARY
