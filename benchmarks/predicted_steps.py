@@ -23,8 +23,8 @@ from typing import Any
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
+from ds_runtime.measured.costs import Costs
 from ds_runtime.predict import step as steps
-from ds_runtime.predict.costs import Costs
 from ds_runtime_bench.record import append
 from ds_runtime_bench.shapes import config_of
 

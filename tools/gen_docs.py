@@ -206,7 +206,12 @@ def metrics() -> str:
     found = Metrics(
         [
             EngineView(
-                lambda: Stats(compilations={"compiler kernel": 1}, expert_tokens={3: [1]}),
+                lambda: Stats(
+                    compilations={"compiler kernel": 1},
+                    expert_tokens={3: [1]},
+                    sums={"one_shot": 1},
+                    sum_bytes={"one_shot": 1.0},
+                ),
                 lambda: ready,
                 lambda: True,
             )

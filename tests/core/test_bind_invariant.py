@@ -19,8 +19,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import decide_all, refusals
 from ds_runtime.ops.contract import Gates, Offers, Site
 from ds_runtime.ops.kernel import Layout, Promises
-from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.sums.in_order import InOrder
 from ds_runtime.parallel.world import World
 
 V3 = Path(__file__).parents[1] / "launch_lines" / "configs"
@@ -264,7 +264,7 @@ def test_few_values_are_summed_at_once_with_the_same_bits(dtype, monkeypatch):
     assert not InOrder(Group(parts))._at_once, "written before the contract had it"
     padded = [torch.nn.functional.pad(p.reshape(-1), (0, -p.numel() % 3)) for p in parts]
     group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
-    monkeypatch.setattr("ds_runtime.parallel.in_order.MANY", 30)
+    monkeypatch.setattr("ds_runtime.parallel.sums.in_order.MANY", 30)
     assert torch.equal(own.all_reduce(parts[1]), found) and group.calls == [30]
 
 
@@ -321,7 +321,7 @@ def test_many_values_have_the_same_sums(dtype, monkeypatch):
     torch.manual_seed(3)
     parts = [torch.randn(5, 7, dtype=torch.float32).to(dtype) for _ in range(3)]
     few = InOrder(Group(parts)).all_reduce(parts[1])
-    monkeypatch.setattr("ds_runtime.parallel.in_order.MANY", 1)
+    monkeypatch.setattr("ds_runtime.parallel.sums.in_order.MANY", 1)
     padded = [torch.nn.functional.pad(p.reshape(-1), (0, 1)) for p in parts]
     group = Group(parts)
     group.all_to_all = lambda x: torch.cat([p.chunk(3)[1] for p in padded])
@@ -370,5 +370,5 @@ def test_a_group_without_all_to_all_has_the_same_sums(dtype, monkeypatch):
     for odd in (parts, [p[:5] for p in parts]):
         few = InOrder(Older(odd)).all_reduce(odd[1])
         with monkeypatch.context() as patch:
-            patch.setattr("ds_runtime.parallel.in_order.MANY", 1)
+            patch.setattr("ds_runtime.parallel.sums.in_order.MANY", 1)
             assert torch.equal(InOrder(Older(odd)).all_reduce(odd[1]), few)

@@ -11,7 +11,7 @@ import torch
 
 from ds_runtime.cli import main
 from ds_runtime_cpu.platform import CpuPlatform
-from ds_runtime_kit.ranks.questions import GROUP_OPS, SUMS, _cases
+from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -133,9 +133,34 @@ class Thread:
 
         return add
 
+    def fast_sums(self, nbytes):
+        if self._wrong("no such sum"):
+            return {}
+        return dict.fromkeys(("one_shot", "two_shot"), self.add)
+
+    def add(self, x):
+        assert x.is_contiguous()
+        xs = self.group.exchange(self.rank, x)
+        found = xs[0] + xs[1]
+        if self._wrong("one part twice"):
+            found = xs[0] + xs[0]
+        elif self._wrong("ranks disagree") and self.rank:
+            found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
+        elif self._wrong("in float32"):
+            found = found.float()
+        elif self._wrong("flat"):
+            found = found.view(-1)
+        self.group.barrier.wait()
+        if self._wrong("in place"):
+            x.copy_(found)
+        return found
+
     def gather_objects(self, value):
         values = self.group.exchange(self.rank, value)
         return [value] * 2 if self._wrong("own twice") else values
+
+
+FAST = ("one part twice", "ranks disagree", "in float32", "flat", "in place")
 
 
 def failures(op, fault):
@@ -170,6 +195,7 @@ def failures(op, fault):
         ("gather_objects", "own twice"),
         ("ordered_sum", "in its own dtype"),
         ("ordered_sum", "as it came"),
+        *(("fast_sums", fault) for fault in FAST),
     ],
 )
 def test_a_wrong_communicator_is_found(op, fault):
@@ -177,8 +203,9 @@ def test_a_wrong_communicator_is_found(op, fault):
     assert failures(op, fault)
 
 
-def test_a_communicator_may_have_no_sum_in_order():
-    assert [*_cases(CpuPlatform(), Thread(Threads("no such sum"), 0), "ordered_sum")] == []
+@pytest.mark.parametrize("op", OPTIONAL)
+def test_a_communicator_may_have_the_librarys_sum_alone(op):
+    assert [*_cases(CpuPlatform(), Thread(Threads("no such sum"), 0), op)] == []
 
 
 PLUGIN = """

@@ -15,7 +15,7 @@ from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.cli import main
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
-from ds_runtime.parallel.in_order import InOrder
+from ds_runtime.parallel.sums.in_order import InOrder
 
 CONFIG = Path(__file__).parent.parent / "launch_lines" / "configs" / "deepseek-v3-0324.json"
 HIDDEN, LAYERS, VOCAB = 7168, 61, 129280

@@ -15,7 +15,7 @@ from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import Platform
 from ds_runtime_cpu.platform import CpuPlatform
-from ds_runtime_cuda import ordered_sum
+from ds_runtime_cuda import nvlink
 from ds_runtime_cuda.platform import CudaPlatform
 from ds_runtime_npu.platform import NpuPlatform
 from ds_runtime_rocm.platform import RocmPlatform
@@ -154,7 +154,7 @@ def test_a_group_is_joined_with_the_device_of_the_local_rank(monkeypatch, kind, 
         told.append((given[1:3], device))
 
     monkeypatch.setattr(groups, "TorchCommunicator", join)
-    monkeypatch.setattr(ordered_sum, "NvlinkCommunicator", join)
+    monkeypatch.setattr(nvlink, "NvlinkCommunicator", join)
     monkeypatch.setattr(kind, "device", lambda self, rank=0: f"device {rank}")
     platform = kind()
     platform.local_rank = local

@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_cpu_graphs import check_replay
 
-from ds_runtime.parallel import in_order
+from ds_runtime.parallel import through
+from ds_runtime.parallel.sums import in_order
 from ds_runtime.platform.contract import Communicator
 from ds_runtime_cpu.collectives import HostCommunicator
 
@@ -20,6 +21,7 @@ APART = {  # collectives of the contract that no recorded step uses
     "barrier": "moves nothing, and waits",
     "gather_objects": "of Python's objects, at the start and for adapters",
     "ordered_sum": "asked at the start, and the CPU has none",
+    "fast_sums": "asked at the start, and the CPU has none",
     "split": "at the start",
     "close": "at the end",
 }
@@ -40,7 +42,7 @@ def group(tmp_path):
 
 
 def test_the_host_has_no_sum_that_would_be_recorded(group):
-    assert group.ordered_sum(1 << 18) is None
+    assert group.ordered_sum(1 << 18) is None and not group.fast_sums(1 << 20)
 
 
 @pytest.mark.parametrize("name", collectives())
@@ -60,13 +62,13 @@ def test_every_collective_of_a_step_is_one_recorded_op(group, monkeypatch, name)
 
 def test_steps_use_no_other_collective():
     """Whoever has a step use another one has it recorded, and leaves it out of `APART`."""
-    root = Path(in_order.__file__).parents[1]
+    root = Path(in_order.__file__).parents[2]
     of_groups = r"(?:comm|group|_tp|_across|_inside)"
     found = {
         name
         for folder in ("model", "parallel", "engine", "ops", "lora")
         for path in (root / folder).rglob("*.py")
-        if path != Path(in_order.__file__)  # which hands all of them on
+        if path != Path(through.__file__)  # which hands all of them on
         for name in re.findall(rf"\b{of_groups}\.(\w+)\(", path.read_text(encoding="utf-8"))
     }
     assert {"all_reduce", "all_gather", "gather_rows", "reduce_scatter"} <= found

@@ -133,9 +133,11 @@ def test_v3_whole_on_eight_devices():
 def test_sums_over_ranks_are_timed(tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--rows", "1", "4", "--width", "64", "--replays", "2", "--out", str(out)]
-    command = [sys.executable, str(BENCHMARKS / "device_sums.py"), *flags]
+    command = [sys.executable, str(BENCHMARKS / "device_collectives.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["rows"] for line in lines] == [1, 4]
-    assert all(line["library, us"] > 0 and line["gathered, us"] > 0 for line in lines)
+    kinds = [(line["rows"], line["kind"]) for line in lines]
+    assert kinds == [(rows, kind) for rows in (1, 4) for kind in ("library", "gathered")]
+    assert all(line["eager, us"] > 0 and line["captured, us"] > 0 for line in lines)
+    assert all(line["wrong"] == 0 and line["replays"] == 2 for line in lines)

@@ -30,6 +30,7 @@ from ds_runtime.description.hf import load_config
 from ds_runtime.description.joins import INDEX_KEYS
 from ds_runtime.description.nextn import NextN, find_nextn
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
+from ds_runtime.measured.sums import decide as decide_sums
 from ds_runtime.ops.binding.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.binding.bind import Binding, decide_all
 from ds_runtime.ops.binding.pins import Pin
@@ -135,6 +136,7 @@ def assemble(
     facts = replace(_facts(config, model, info), graph_capture=captured)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
+    sums = decide_sums(config, platform, info, plugins)
     loader = find_loader(offers, model, str(folder / "config.json"))
     drafts = _drafts(config, folder, model, offers)
     if drafts is not None:
@@ -174,6 +176,7 @@ def assemble(
             nextn_loader=nextn_loader,
             changes=tuple(changes),
             stamps=stamps,
+            sums=sums,
         )
 
     requests = 0 if sized else None

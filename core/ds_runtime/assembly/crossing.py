@@ -17,6 +17,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.parallel.mesh import LINE, MANY, Mesh
+from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, SumSizes, received
 
 _GROUP = 128  # values that have a scale
 
@@ -46,7 +47,8 @@ class Wire:
 class Crossing:
     """Of a mesh. width: bytes of a row's hidden state; logits: of its logits, in the compute dtype,
     those that fill up the last rank's included; item: bytes of a value; in_order: sums add the
-    ranks in their order (`parallel/in_order.py`); at_once: few values by one kernel, in float32.
+    ranks in their order (`parallel/sums/in_order.py`); at_once: few values by one kernel, in
+    float32; sums: else, which kind serves a size.
     routed: layers whose experts are divided by number, where weights and ids of experts cross with
     each row; choices: bytes of these, and of what fills up the row; coded: bytes that a row's
     hidden state is less there, as FP8 codes with their scales.
@@ -57,6 +59,7 @@ class Crossing:
     logits: int
     item: int = 4
     in_order: bool = False
+    sums: SumSizes = LIBRARY_ALONE
     at_once: bool = False
     choices: int = 0
     routed: int = 0
@@ -76,24 +79,57 @@ class Crossing:
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
         choices += -(width - coded + choices) % LINE
         at_once = in_order and assembly.adds_at_once
-        return Crossing(mesh, width, vocab * item, item, in_order, at_once, choices, routed, coded)
+        return Crossing(
+            mesh,
+            width,
+            vocab * item,
+            item,
+            in_order=in_order,
+            sums=assembly.sums.sizes,
+            at_once=at_once,
+            choices=choices,
+            routed=routed,
+            coded=coded,
+        )
 
     def wire(self, layers: int, rows: int = 1) -> Wire:
         """Traffic of a decode step without drafts, of this many rows of every group."""
-        groups, heads, ranks = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.tp
-        few = self.in_order and rows * self.width < MANY * self.item
-        wide = 4 / self.item if self.at_once else 1
-        share = (heads - 1) * wide if few else 2 * (heads - 1) / heads
-        inside = share / groups * self.width  # a sum, of a group's own rows
+        groups, ranks = self.mesh.attn_dp, self.mesh.tp
+        few = self._few(rows)
+        inside = self._share(rows) / groups * self.width  # a sum, of a group's own rows
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
         row = layers * (attention + entered + left) + left + entered + logits
         row += self.routed * (groups - 1) / groups * (self.choices - self.coded)
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
-        sums, moves = each * (heads > 1), int(groups > 1)
-        count = layers * (sums + moves + (moves + sums))
-        return Wire(count + (moves + sums) + 2 * moves + int(ranks > 1), row)
+        moves = int(groups > 1)
+        count = each * self._sums(layers) + moves * (2 * layers + 3)
+        return Wire(count + int(ranks > 1), row)
+
+    def _few(self, rows: int) -> bool:
+        return self.in_order and rows * self.width < MANY * self.item
+
+    def _share(self, rows: int) -> float:
+        """Bytes that a rank receives for each byte that ranks which divide heads sum."""
+        heads = self.mesh.attn_tp
+        if self._few(rows):
+            return (heads - 1) * (4 / self.item if self.at_once else 1)
+        return received(self.sum_kind(rows), heads)
+
+    def _sums(self, layers: int) -> int:
+        """Of a step: behind the embedding, every attention and every FFN."""
+        return 2 * layers + 1 if self.mesh.attn_tp > 1 else 0
+
+    def sum_kind(self, rows: int) -> str:
+        """Which kind of all-reduce sums this many rows of a group of attention."""
+        return IN_ORDER if self.in_order else self.sums.kind(rows * self.width)
+
+    def summed(self, rows: int, layers: int) -> tuple[str, int, float]:
+        """The all-reduces of a step in which the largest group of attention has `rows` rows: their
+        kind, their number, and the bytes that a rank receives in them."""
+        count = self._sums(layers)
+        return self.sum_kind(rows), count, count * self._share(rows) * rows * self.width
 
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
         """Bytes that a rank receives in a step of this many rows in each group, of which `wanted`
@@ -102,7 +138,7 @@ class Crossing:
         """
         logits = (self.mesh.tp - 1) / self.mesh.tp * self.logits
         every = self.mesh.attn_dp * max(rows)
-        return every * (self.wire(layers).row - logits) + wanted * logits
+        return every * (self.wire(layers, max(rows)).row - logits) + wanted * logits
 
     def held(self, rows: int) -> int:
         """Bytes of the exchange at its widest, besides the rows that this rank gives and gets,

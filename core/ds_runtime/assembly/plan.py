@@ -51,6 +51,7 @@ class Plan:
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
     given_up: tuple[str, ...] = ()  # for --batch-invariant, a sentence each
+    sums: str = ""  # which kinds of all-reduce serve which sizes
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        left = {"given_up"} if not self.given_up else set()
+        left = {name for name in ("given_up", "sums") if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
 
@@ -123,7 +124,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "attn_dp", "ep"),
+            *("page_size", "tp", "attn_dp", "ep", "sums"),
         )
         if (here := _told(mine, key)) != (there := _told(other, key))
     ]
@@ -139,8 +140,8 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _told(plan: Mapping[str, Any], key: str) -> Any:
-    """What a plan says; it leaves out that experts are not divided."""
-    return plan.get(key, 1 if key == "ep" else None)
+    """What a plan says; it leaves out that experts are not divided, and sums that have one kind."""
+    return plan.get(key, {"ep": 1, "sums": ""}.get(key))
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -198,6 +199,7 @@ def render(plan: Plan, verbose: bool = False) -> str:
     lines = [head]
     for name, old_new, plugin, because in plan.changes:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
+    lines += [plan.sums] if plan.sums else []
     lines += [f"gives up for --batch-invariant: {said}" for said in plan.given_up]
     if not verbose:
         for op, kernels in _by_op(plan.rows).items():

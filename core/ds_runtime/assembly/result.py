@@ -21,6 +21,7 @@ from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
@@ -76,6 +77,7 @@ class Assembly:
     changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
     forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
     rulings: tuple[Ruling, ...] = ()
+    sums: Sums = LIBRARY_SUMS
     stamps: Stamps = field(
         default_factory=dict
     )  # of all files of weights, before the first is read
@@ -110,6 +112,7 @@ class Assembly:
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),
+            sums=self.sums.said,
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 

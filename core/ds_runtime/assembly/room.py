@@ -101,6 +101,7 @@ def reserve(assembly: Assembly) -> Reserve:
     step += decode_bytes(assembly)
     captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
     communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
+    communication += assembly.sums.sizes.most
     return Reserve(step + logits, captured, communication)
 
 

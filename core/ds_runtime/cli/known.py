@@ -20,6 +20,7 @@ _STAGES = "stages of layers are not built yet: --tp divides every layer"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
 _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"
 _STORED = "the checkpoint's own config says how its weights are stored"
+_SUMS = "what ds-runtime tune comm has measured decides how ranks add up"
 _ALWAYS = "is always so here"
 
 
@@ -66,7 +67,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-dp-lm-head": nothing("the head is divided among the ranks by the vocabulary"),
     "--enable-nsa-prefill-context-parallel": nothing(_CONTEXTS),
     "--nsa-prefill-cp-mode": nothing(_CONTEXTS, "one"),
-    "--disable-custom-all-reduce": nothing("the platform's plugin chooses how ranks add up"),
+    "--enable-torch-symm-mem": nothing(_SUMS),
+    "--enable-symm-mem": nothing(_SUMS),
+    "--enable-mscclpp": nothing(_SUMS),
     "--enable-two-batch-overlap": nothing(
         "two halves of a step at the same time are not built yet"
     ),

@@ -94,6 +94,10 @@ class EngineConfig:
         "parts of the routed experts by number, each on --tp / --ep ranks; 0: as many as --tp",
         least=0,
     )
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "sum over ranks by the platform's library alone, whatever tune comm has measured",
+    )
     expert_metrics: bool = setting(
         False,
         "count in /metrics how many tokens choose each routed expert of each layer, on the device "

@@ -6,7 +6,7 @@ Used in process by the offline API and, through sockets, by `engine/process/loop
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ class Engine:
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = self._wire_bytes = 0.0
+        self._sums, self._sum_bytes = Counter[str](), defaultdict[str, float](float)
 
     def _disks(self, config: EngineConfig, runner: Runner) -> Disks | None:
         """Where pages outlive the process."""
@@ -205,7 +206,7 @@ class Engine:
         if plan is not None:
             if self.leader is not None:
                 self.leader.send(plan)
-                self._wire_bytes += self._received(plan)
+                self._count_received(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         if self.disk is not None:
@@ -243,13 +244,20 @@ class Engine:
             self._rest(disk)
         return found > 0
 
-    def _received(self, plan: StepPlan) -> float:
-        """Bytes from other ranks in a step."""
+    def _count_received(self, plan: StepPlan) -> None:
+        """What comes from other ranks in a step."""
         groups = [0] * self.assembly.config.attn_dp
         for work in plan.works:
             groups[work.group] += work.length
         wanted = sum(work.logit_rows for work in plan.works)
-        return self._crossing.received(groups, wanted, self.assembly.model.layers)
+        layers, most = self.assembly.model.layers, max(groups)
+        if not most:
+            return
+        self._wire_bytes += self._crossing.received(groups, wanted, layers)
+        kind, count, nbytes = self._crossing.summed(most, layers)
+        if count:
+            self._sums[kind] += count
+            self._sum_bytes[kind] += nbytes
 
     @cached_property
     def _crossing(self) -> Crossing:
@@ -294,6 +302,7 @@ class Engine:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
         stats.step_seconds, stats.wire_bytes = self._step_seconds, self._wire_bytes
+        stats.sums, stats.sum_bytes = dict(self._sums), dict(self._sum_bytes)
         if (below := self.runner.below) is not None:
             below.look()
             saved, loaded = below.saved, below.loaded

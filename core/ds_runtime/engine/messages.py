@@ -165,7 +165,8 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     often a choice sat a step out because its mask was not there, and rules that wait to be
     compiled. Of steps with prompts: their number, the prompts' new tokens in them, and how many
     carried less for --max-itl. Since their cost is known: what they took and were expected to take.
-    `wire_bytes`: what each rank has received from the others, by arithmetic. `expert_tokens`: by
+    `wire_bytes`: what each rank has received from the others, by arithmetic; `sum_bytes`, in
+    all-reduces of each kind; `sums`: how many these were. `expert_tokens`: by
     layer, how many tokens chose each routed expert, with --expert-metrics. `compilations`: kernels
     that were compiled in rank 0's process, by "compiler kernel".
     """
@@ -216,6 +217,8 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     prefill_seconds: float = 0.0
     prefill_seconds_expected: float = 0.0
     wire_bytes: float = 0.0
+    sums: dict[str, int] = {}
+    sum_bytes: dict[str, float] = {}
     expert_tokens: dict[int, list[int]] = {}
     compilations: dict[str, int] = {}
 

@@ -6,7 +6,7 @@ need; one rank alone gets a `SoloCommunicator` from the engine. Nothing here kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -56,6 +56,9 @@ class SoloCommunicator:
 
     def ordered_sum(self, values: int) -> None:
         return None
+
+    def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        return {}
 
     def split(self, groups: Sequence[Sequence[int]]) -> SoloCommunicator:
         return self
@@ -177,6 +180,9 @@ class TorchCommunicator:
 
     def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
         return None  # torch has none for every device
+
+    def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        return {}
 
     def close(self) -> None:
         if dist.is_initialized():

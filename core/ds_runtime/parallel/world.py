@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.parallel.in_order import InOrder
 from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
+from ds_runtime.parallel.sums.by_size import BySize
+from ds_runtime.parallel.sums.in_order import InOrder
+from ds_runtime.parallel.sums.kinds import LIBRARY_ALONE, SumSizes
 from ds_runtime.platform.contract import Communicator
 
 
@@ -14,10 +16,17 @@ class World:
 
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
-    in_order: sums add the ranks in their order, whatever their size.
+    in_order: sums add the ranks in their order, whatever their size. sums: where they do not, which
+    kinds serve the sums of ranks that divide heads.
     """
 
-    def __init__(self, mesh: Mesh, everyone: Communicator, in_order: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        everyone: Communicator,
+        in_order: bool = False,
+        sums: SumSizes = LIBRARY_ALONE,
+    ) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
         solo: Communicator = SoloCommunicator()
         whole = (tuple(range(mesh.size)),)
@@ -26,9 +35,12 @@ class World:
             for groups in mesh.divisions
         }
         self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
-        summing = dict(made)
+        summing: dict[tuple[Group, ...], Communicator] = dict(made)
         if in_order:
             summing = {groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}
+        elif mesh.attn_tp > 1 and sums.upto:
+            heads = mesh.groups("attn_tp")
+            summing[heads] = BySize(made[heads], sums)
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }

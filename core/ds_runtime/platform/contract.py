@@ -107,6 +107,16 @@ class Communicator(Protocol):
         """
         ...
 
+    def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Sums for small messages that ranks of one host have besides `all_reduce`, by kind:
+        `one_shot` and `two_shot` (`parallel/sums/kinds.py`). Each takes a contiguous tensor of
+        float32 or bfloat16 values, the same shape on all ranks. It has at most `nbytes` bytes, a
+        multiple of 16. Each returns the sum as a new tensor, with the same bits on all ranks, and
+        runs in steps that are captured, too. Empty: `all_reduce` serves every size. Every rank asks
+        at the same time, once for each group.
+        """
+        ...
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """This rank's group of several that each rank names alike: every rank is in one of them.
 
@@ -148,7 +158,7 @@ class Platform(ABC):
     often op by op, for devices where recording is cheap and a spare row is not. These are decode
     steps, with drafts or without. The capture runs the step, too.
     ordered_sums: by the link of devices on one host, how many ranks may be in a group whose
-    communicator has an `ordered_sum`.
+    communicator has an `ordered_sum`. fast_sums: the same of `fast_sums`'s kinds.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
     and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
     loading that the KV cache takes at most where the user says nothing. local_rank: the index of
@@ -169,6 +179,7 @@ class Platform(ABC):
     kv_share: float = 0.25
     local_rank: int | None = None
     ordered_sums: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    fast_sums: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def configure(self, config: EngineConfig) -> None:
         """Take the settings that are about this device; called in every process once it is chosen.

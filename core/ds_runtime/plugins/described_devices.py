@@ -42,6 +42,7 @@ _PROPERTIES = (
     "own_memory",
     "kv_share",
     "ordered_sums",
+    "fast_sums",
 )
 _DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
 _OPTIONAL = {"features", "unrun", "bandwidth_gb_s", "link", "link_gb_s", "multicast"}

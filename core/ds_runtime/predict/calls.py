@@ -29,6 +29,7 @@ from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
+from ds_runtime.parallel.sums.kinds import LIBRARY
 
 Phase = Literal["decode", "prefill"]
 Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
@@ -262,11 +263,12 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
     crossing, layers = Crossing.of(assembly), assembly.model.layers
     groups, heads, own = mesh.attn_dp, mesh.attn_tp, -(-step.rows // mesh.attn_dp)
     width, every, wanted = crossing.width, own * mesh.attn_dp, step.wanted
+    kind = LIBRARY if crossing.in_order else crossing.sum_kind(own)
     if heads > 1:  # behind attention; and behind a FFN, where there are groups
         times = layers + (layers + 1 if groups > 1 else 0)
-        yield Crossed("all_reduce", heads, own * width, times)
+        yield Crossed(kind, heads, own * width, times)
     if groups == 1:  # behind a FFN and the embedding
-        yield Crossed("all_reduce", mesh.tp, every * width, layers + 1)
+        yield Crossed(kind, mesh.tp, every * width, layers + 1)
     else:
         yield Crossed("gather_rows", groups, every * width, layers - crossing.routed)
         if crossing.routed:  # with weights and ids of chosen experts

@@ -9,8 +9,8 @@ from ds_runtime.assembly import room
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
+from ds_runtime.measured.costs import Costs
 from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
-from ds_runtime.predict.costs import Costs
 
 COLLECTIVES, BESIDE, HOST = "collectives", "in parallel", "waiting for the host"
 BATCHES = (1, 8, 32, 64, 128, 256, 512)  # of decode steps

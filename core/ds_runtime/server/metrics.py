@@ -32,6 +32,14 @@ from ds_runtime._version import __version__
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.server.observe.engine_metrics import STATS
 
+_SUMS = (
+    ("all_reduces", "sums", "sums over ranks, by arithmetic, by the kind that served their size"),
+    (
+        "all_reduce_bytes_per_rank",
+        "sum_bytes",
+        "what each rank received in these from the others, by arithmetic",
+    ),
+)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
@@ -214,6 +222,7 @@ class _Engines(Collector):
                 for expert, count in enumerate(counts):
                     chosen.add_metric([self._model, n, str(layer), str(expert)], count)
         yield chosen
+        yield from self._sums(every)
         made = CounterMetricFamily(
             "ds_runtime_kernel_compilations",
             "kernels that were compiled, at the start and later; what comes later delays requests",
@@ -236,6 +245,17 @@ class _Engines(Collector):
         ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:
             yield from _plan(ready)
+
+    def _sums(self, every: Sequence[tuple[str, EngineView, Stats]]) -> Iterator[Metric]:
+        """All-reduces, by the kind that served them."""
+        for name, field, text in _SUMS:
+            found = CounterMetricFamily(
+                f"ds_runtime_{name}", text, labels=["model_name", "engine", "kind"]
+            )
+            for n, _, stats in every:
+                for kind, value in getattr(stats, field).items():
+                    found.add_metric([self._model, n, kind], value)
+            yield found
 
     def _family(
         self, kind: type[Metric], name: str, text: str, values: Mapping[str, float]

@@ -117,7 +117,8 @@ class CudaPlatform(TorchPlatform):
     graph = "CUDAGraph"
     branches = True
     captures_prefill = True
-    ordered_sums = MappingProxyType({"nvlink": (2, 4, 8)})  # as torch's kernel is compiled for
+    ordered_sums = MappingProxyType({"nvlink": (2, 4, 8)})  # as torch's kernels are compiled for
+    fast_sums = ordered_sums
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(_gpu(rank), software.features())
@@ -129,7 +130,7 @@ class CudaPlatform(TorchPlatform):
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
-        from ds_runtime_cuda.ordered_sum import NvlinkCommunicator
+        from ds_runtime_cuda.nvlink import NvlinkCommunicator
 
         here = rank if self.local_rank is None else self.local_rank
         return NvlinkCommunicator(

@@ -15,6 +15,7 @@ from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter
 from ds_runtime.errors import ConfigError
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS
 from ds_runtime_kit.models.tiny import write_tiny
 
 
@@ -47,7 +48,7 @@ def specs(tp, dp):
 
 def test_devices_are_numbered_through_and_groups_by_themselves():
     platform = Devices()
-    assembly = SimpleNamespace(platform=platform, config=EngineConfig(tp=2))
+    assembly = SimpleNamespace(platform=platform, config=EngineConfig(tp=2), sums=LIBRARY_SUMS)
     every = specs(tp=2, dp=2)
     joined = [join(spec, assembly) for spec in every[:3]]
     assert platform.told == [(0, 4), (1, 4), (2, 4)]

@@ -16,11 +16,11 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point, _packed
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.predict import step as steps
 from ds_runtime.predict.calls import Step, calls, crossed
-from ds_runtime.predict.costs import KINDS, Costs, KernelCost, Point, _packed
 from ds_runtime_bench.ops import tune
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.measured import found
+from ds_runtime.measured.costs import Costs, KernelCost, Point
 from ds_runtime.platform.cores import cores
-from ds_runtime.predict import found
-from ds_runtime.predict.costs import Costs, KernelCost, Point
 from ds_runtime_bench.ops import comm, tune
 from ds_runtime_cpu.platform import CpuPlatform
 

@@ -155,21 +155,42 @@ def test_the_page_tells_of_host_memory_where_it_is_used(total, said):
     ],
 )
 def test_the_page_tells_of_experts_where_they_are_counted(before, now, said):
+    found = tiles(Stats(expert_tokens=before), Stats(expert_tokens=now))
+    assert found["Busiest expert, times the mean"] == said
+
+
+@node
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"one_shot": 6, "two_shot": 3, "all_reduce": 3}, "50 % / 25 % / 25 %"),
+        ({"one_shot": 6, "in_order": 3}, {"one_shot": 6, "in_order": 9}, "0.0 % / 0.0 % / 100 %"),
+        ({"one_shot": 60}, {"one_shot": 6, "in_order": 2}, "75 % / 0.0 % / 25 %"),  # restarted
+        ({"one_shot": 6}, {"one_shot": 6}, "–"),
+        ({}, {}, "–"),
+    ],
+)
+def test_the_page_tells_which_kinds_of_sums_serve(before, now, said):
+    found = tiles(Stats(sums=before), Stats(sums=now))
+    assert found["All-reduces, one-shot / two-shot / others"] == said
+
+
+def tiles(before, now):
+    """What the page shows after two readings, by title."""
     readings = [
-        Metrics([EngineView(lambda s=s: Stats(expert_tokens=s), lambda: None, lambda: True)], "m")
-        for s in (before, now)
+        Metrics([EngineView(lambda s=s: s, lambda: None, lambda: True)], "m") for s in (before, now)
     ]
     found = run_node(
         """
         const { parse } = await import(`${pages}/metrics.js`);
         const { TILES } = await import(`${pages}/live.js`);
-        const [past, now] = process.argv.slice(1).map(parse), c = { now, last: now, past, dt: 1 };
+        const [past, now] = process.argv.slice(1).map(parse), c = { now, last: past, past, dt: 1 };
         const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
         console.log(JSON.stringify(all));
         """,
         *(metrics.text().decode() for metrics in readings),
     )
-    assert dict(found)["Busiest expert, times the mean"] == said
+    return dict(found)
 
 
 def _stats():

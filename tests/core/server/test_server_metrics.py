@@ -97,6 +97,8 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         host_load_seconds=0.5,
         wire_bytes=2.5e9,
         expert_tokens={3: [5, 0], 4: [1, 4]},
+        sums={"one_shot": 12, "all_reduce": 3},
+        sum_bytes={"one_shot": 4096.0, "all_reduce": 1e9},
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -114,6 +116,10 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     assert found["prefix_cache_host_hits_total",] == 16
     assert found["host_loaded_bytes_total",] / found["host_load_seconds_total",] == 10_000
     assert found["received_bytes_per_rank_total",] == 2.5e9
+    for kind, count in stats.sums.items():
+        assert found["all_reduces_total", ("kind", kind)] == count
+        nbytes = found["all_reduce_bytes_per_rank_total", ("kind", kind)]
+        assert nbytes == stats.sum_bytes[kind]
     chosen = {key[1:]: n for key, n in found.items() if key[0] == "expert_tokens_total"}
     assert chosen == {
         (("expert", str(e)), ("layer", str(layer))): n
@@ -137,7 +143,7 @@ def fake_ready():
 
 
 def test_no_figure_of_the_engine_is_forgotten():
-    named = {"compilations", "expert_tokens"}  # have labels of their own
+    named = {"compilations", "expert_tokens", "sums", "sum_bytes"}  # have labels of their own
     assert {field for field, *_ in STATS} | named == set(Stats.__struct_fields__)
 
 

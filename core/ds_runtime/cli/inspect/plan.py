@@ -142,10 +142,10 @@ def _cached(assembly: Assembly, given: int | None) -> int:
 
 def _predicted(assembly: Assembly, named: str | None, cached: int) -> list[str]:
     """What steps will take, where the costs of the device are known."""
+    from ds_runtime.measured.found import costs_of
     from ds_runtime.predict import step
-    from ds_runtime.predict.found import costs_of
 
-    costs = costs_of(assembly, named)
+    costs = costs_of(assembly.plugins, assembly.device.name, named)
     return [] if costs is None else step.said(assembly, costs, cached)
 
 

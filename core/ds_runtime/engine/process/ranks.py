@@ -44,7 +44,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(spec.mesh, comm, config.batch_invariant)
+        return World(spec.mesh, comm, config.batch_invariant, assembly.sums.sizes)
     except BaseException:
         comm.close()
         raise

@@ -3,6 +3,7 @@ import { grown, mean, parse, quantile, read, seconds } from "./metrics.js";
 
 const EVERY = 1000, KEPT = 120, WINDOW = 30; // ms, readings drawn, readings a quantile looks back
 
+const SMALL = ["one_shot", "two_shot"]; // kinds of all-reduce
 const whole = (value) => value.toLocaleString("en", { maximumFractionDigits: 0 });
 const share = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 const both = (one, other) => `${seconds(one)} / ${seconds(other)}`;
@@ -23,6 +24,7 @@ export const TILES = [
   ["Host memory, pages kept / tokens found there", host, (v, c) => (v === null ? "–" : found(v, c))],
   ["Prompt tokens per step with prompts", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
+  ["All-reduces, one-shot / two-shot / others", small, (v, c) => (v === null ? "–" : kinds(c))],
   ["Busiest expert, times the mean", busiest, (v) => (v === null ? "–" : v.toFixed(2))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -57,6 +59,26 @@ function found(kept, c) {
 function received(c) {
   const name = "received_bytes_per_rank_total";
   return read(c.now, name) ? grown(c.now, c.last, name) / c.dt / 1e6 : null;
+}
+
+// All-reduces since the last reading: one-shot, two-shot, and those of any other kind.
+function byKind(c) {
+  const name = "all_reduces_total";
+  const count = (wanted) => {
+    const only = (all) => ({ [name]: (all[name] ?? []).filter((s) => wanted(s.labels.kind)) });
+    return grown(only(c.now), only(c.last), name);
+  };
+  return [...SMALL.map((kind) => count((k) => k === kind)), count((k) => !SMALL.includes(k))];
+}
+
+function small(c) {
+  const [one, two, others] = byKind(c), all = one + two + others;
+  return all ? (one + two) / all : null;
+}
+
+function kinds(c) {
+  const counts = byKind(c), all = counts.reduce((a, b) => a + b, 0);
+  return counts.map((count) => share(count / all)).join(" / ");
 }
 
 // Of the layer where it is furthest above the mean; with --expert-metrics.

@@ -113,7 +113,7 @@ def _replaces_more(args: Namespace, out: Path) -> bool:
 
 
 def _file(args: Namespace, device: str) -> Path:
-    from ds_runtime.predict.found import own
+    from ds_runtime.measured.found import own
 
     return own(device) if args.out is None else Path(args.out)
 
@@ -127,7 +127,7 @@ def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights:
 
 def _known(path: Path, device: str) -> Any:
     """The costs in a file that is to be added to."""
-    from ds_runtime.predict.costs import Costs
+    from ds_runtime.measured.costs import Costs
 
     found = Costs.read(path)
     if found.device != device:
@@ -155,6 +155,16 @@ def _check_ranks(platform: Any, ranks: int) -> None:
             ) from e
 
 
+def _served(costs: Any, ranks: int) -> str:
+    """Which kind of all-reduce engines will have for which size."""
+    from ds_runtime.measured import sums
+
+    sizes = sums.of(costs, ranks)
+    if sizes is None:
+        return "this platform's communicator has the library's all-reduce alone"
+    return f"all-reduce by size: {sizes}"
+
+
 def run_comm(args: Namespace) -> int:
     """Measure and add to the file."""
     if args.ranks < 2:
@@ -169,11 +179,12 @@ def run_comm(args: Namespace) -> int:
     costs = _known(out, assembly.device.name)
     as_served(assembly.platform)
     found = comm.measure(assembly.platform, args.ranks)
-    costs.with_collectives(found).write(out)
+    costs = costs.with_collectives(found)
+    costs.write(out)
     for kind, curves in found.items():
         said = ", ".join(
             f"{size >> 10} KiB {took * 1e6:.1f}" for size, took in curves[args.ranks][::3]
         )
         print(f"{kind} of {args.ranks} ranks, µs: {said}")
-    print(f"{out}: collectives of {args.ranks} ranks added")
+    print(f"{out}: collectives of {args.ranks} ranks added; {_served(costs, args.ranks)}")
     return 0

@@ -9,17 +9,22 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.predict.costs import KINDS, Collective
+from ds_runtime.measured.costs import KINDS, Collective
+from ds_runtime.parallel.sums.kinds import FAST, MOST
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ds_runtime.platform.contract import Communicator, Platform
 
 SIZES = tuple(1 << power for power in range(12, 28))  # bytes of the whole
+_EVERYWHERE = tuple(kind for kind in KINDS if kind not in FAST)  # of every communicator
 _WIDE = 1 << 18  # bytes of a row, at most, where the last dimension is gathered
 _CALLS, _RUNS = 16, 12  # in a captured run; of it
 _LONG, _ENOUGH = 2e-3, 2e-2  # seconds of a call: from which it is run alone; the larger ones not
@@ -50,7 +55,7 @@ def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dic
         kind: {
             ranks: rising((size, max(one[kind][size] for one in found)) for size in found[0][kind])
         }
-        for kind in KINDS
+        for kind in found[0]
     }
 
 
@@ -89,39 +94,44 @@ def _rank(
     try:
         platform.init_worker(rank, ranks)
         comm = platform.communicator(rank, ranks, at, timeout=_PATIENCE)
-        found = {kind: _curve(platform, comm, kind, sizes) for kind in KINDS}
-        results.put(found)
+        kinds: dict[str, Callable[[Any], Any]] = {k: getattr(comm, k) for k in _EVERYWHERE}
+        curves = {k: _curve(platform, comm, k, call, sizes) for k, call in kinds.items()}
+        small = [size for size in sizes if size <= MOST]
+        fast = comm.fast_sums(max(small)) if small and hasattr(comm, "fast_sums") else {}
+        curves |= {k: _curve(platform, comm, k, call, small) for k, call in fast.items()}
+        results.put(curves)
         comm.barrier()
         comm.close()
     except BaseException:
         results.put(traceback.format_exc())
 
 
-def _call(platform: Platform, comm: Communicator, kind: str, size: int) -> Callable[[], Any]:
-    """One collective of `size` bytes in all."""
+def _input(platform: Platform, comm: Communicator, kind: str, size: int) -> Tensor:
+    """Of one rank, for a collective of `size` bytes in all."""
     import torch
 
     values = size // _ITEM
     rows = max(1, size // _WIDE) if kind == "all_gather" else comm.size
     each = rows if kind == "all_gather" else 1
     shape = {
-        "all_reduce": (comm.size, values // comm.size),
-        "reduce_scatter": (comm.size, values // comm.size),
         "gather_rows": (1, values // comm.size),
         "all_gather": (each, values // each // comm.size),
-    }[kind]
-    x = torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))
-    collective = getattr(comm, kind)
-    return lambda: collective(x)
+    }.get(kind, (comm.size, values // comm.size))
+    return torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))
 
 
 def _curve(
-    platform: Platform, comm: Communicator, kind: str, sizes: Sequence[int]
+    platform: Platform,
+    comm: Communicator,
+    kind: str,
+    collective: Callable[[Any], Any],
+    sizes: Sequence[int],
 ) -> dict[int, float]:
     """Seconds by size, up to the first that takes long on any rank."""
     found = dict[int, float]()
     for size in sizes:
-        found[size] = _seconds(platform, comm, _call(platform, comm, kind, size))
+        call = partial(collective, _input(platform, comm, kind, size))
+        found[size] = _seconds(platform, comm, call)
         if max(comm.gather_objects(found[size])) > _ENOUGH:
             break
     return found

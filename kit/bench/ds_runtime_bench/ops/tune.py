@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.measured.costs import Costs, KernelCost, Point
 from ds_runtime.ops.contract import Kernel, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.predict.calls import APART, arithmetic, key, serving
-from ds_runtime.predict.costs import Costs, KernelCost, Point
 from ds_runtime_bench.ops.measure import Group, Measurement, groups
 from ds_runtime_bench.record import environment
 from ds_runtime_bench.shapes import config_of

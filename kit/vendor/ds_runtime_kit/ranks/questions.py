@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
 GROUP_OPS = (*SUMS, *MOVES, "barrier", "gather_objects")
-OPTIONAL = ("ordered_sum",)
+OPTIONAL = ("ordered_sum", "fast_sums")
 LATE = 0.05  # seconds
 _SHAPES = ((1, 8), (7, 33), (32, 7168))
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -68,6 +68,9 @@ def _cases(
     if op == "ordered_sum":
         yield from _ordered(platform, comm)
         return
+    if op == "fast_sums":
+        yield from _fast(platform, comm)
+        return
     one, shape = partial(_one, platform, comm, op), _SHAPES[1]
     for dtype in (*_FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
         for size in _SHAPES:
@@ -89,6 +92,57 @@ def _ordered(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Call
             for shape in _SHAPES:
                 yield f"{dtype} {shape}", partial(_in_order, platform, comm, made, dtype, shape)
         yield "a rank late", partial(_in_order, platform, comm, made, "float32", _SHAPES[0], 0)
+
+
+def _fast(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callable[[], str]]]:
+    """None of a communicator that has no such kinds."""
+    shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(1, 8)]
+    most = max(math.prod(shape) for shape in shapes) * 4
+    made = comm.fast_sums(most) if hasattr(comm, "fast_sums") else {}
+    for kind, run in made.items():
+        for dtype in _FLOATS[:2]:
+            for shape in shapes:
+                yield f"{kind} {dtype} {shape}", partial(_summed, platform, comm, run, dtype, shape)
+        late = partial(_summed, platform, comm, run, "bfloat16", shapes[1], late=comm.size - 1)
+        yield f"{kind}, a rank late", late
+        apart = partial(_summed, platform, comm, run, "bfloat16", shapes[1], begin=4)
+        yield f"{kind}, a part of a tensor", apart
+
+
+def _summed(
+    platform: Platform,
+    comm: Communicator,
+    run: Callable[[Tensor], Tensor],
+    dtype: str,
+    shape: Sequence[int],
+    late: int | None = None,
+    begin: int = 0,
+) -> str:
+    """A new tensor with the sum, the same bits on all ranks; what was given is as it was. begin: of
+    how many values what is given lies behind in its memory."""
+    import torch
+
+    size = math.prod(shape)
+    flat = [drawn(platform, dtype, (begin + size,), size, r, here=False) for r in range(comm.size)]
+    xs = [x[begin:].view(*shape) for x in flat]
+    own = flat[comm.rank].to(platform.device(platform.local_rank or 0))[begin:].view(*shape)
+    if comm.rank == late:
+        time.sleep(LATE)
+    found = run(own)
+    if not torch.equal(own.cpu(), xs[comm.rank]):
+        return "what was given has other values now"
+    found = found.cpu()
+    if found.dtype != xs[0].dtype or found.shape != xs[0].shape:
+        return f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(shape)}"
+    return _sum_wrong(found, _sum(xs), xs, dtype) or _same_bits(comm, found)
+
+
+def _same_bits(comm: Communicator, found: Tensor) -> str:
+    """The ranks go on with the same numbers, to the bit."""
+    import torch
+
+    digest = hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return "ranks have got different bits" if len(set(comm.gather_objects(digest))) > 1 else ""
 
 
 def _in_order(
@@ -179,10 +233,8 @@ def _one(
             said.append("" if torch.equal(found, want) else "other values than were given")
         else:
             said.append(_sum_wrong(found, want, xs, dtype))
-    if op == "all_reduce":  # the ranks go on with the same numbers, to the bit
-        digest = hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        if len(set(comm.gather_objects(digest))) > 1:
-            said.append("ranks have got different bits")
+    if op == "all_reduce":
+        said.append(_same_bits(comm, found))
     return next(filter(None, said), "")
 
 

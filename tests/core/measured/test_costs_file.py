@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError
+from ds_runtime.measured.costs import Costs, KernelCost, Point
+from ds_runtime.measured.costs import _packed as _raw
 from ds_runtime.ops.declare import OpWork
-from ds_runtime.predict.costs import Costs, KernelCost, Point
-from ds_runtime.predict.costs import _packed as _raw
 
 
 def costs(points, collectives=None):

@@ -9,24 +9,24 @@ Few values go through one kernel of the communicator where it has one, with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_runtime.parallel.mesh import MANY
+from ds_runtime.parallel.through import Through
 from ds_runtime.platform.contract import Communicator
 
 
-class InOrder:
+class InOrder(Through):
     """A communicator of several ranks whose `all_reduce` and `reduce_scatter` are such sums, in
     float32 at least; all else is that of `group`.
     """
 
     def __init__(self, group: Communicator, here: bool = True) -> None:
         """here: all ranks are on one host. Every rank makes one at the same time."""
-        self._group, self._here = group, here
-        self.rank, self.size = group.rank, group.size
+        super().__init__(group)
+        self._here = here
         # A communicator that was written before `ordered_sum` was in the contract gathers.
         self._at_once = group.ordered_sum(MANY) if here and hasattr(group, "ordered_sum") else None
 
@@ -63,35 +63,8 @@ class InOrder:
             total += part
         return total.to(parts.dtype)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._group.all_gather(x)
-
-    def gather_rows(self, x: Tensor) -> Tensor:
-        return self._group.gather_rows(x)
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return self._group.all_to_all(x)
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        return self._group.broadcast(x, source)
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._group.send(x, to)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        return self._group.receive(shape, dtype, source)
-
-    def barrier(self) -> None:
-        self._group.barrier()
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._group.gather_objects(value)
-
     def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
         return self._at_once
 
     def split(self, groups: Sequence[Sequence[int]]) -> InOrder:
         return InOrder(self._group.split(groups), self._here)
-
-    def close(self) -> None:
-        self._group.close()

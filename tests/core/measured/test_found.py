@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ds_runtime.errors import ConfigError, PluginError
-from ds_runtime.predict import found
-from ds_runtime.predict.costs import Costs, KernelCost, Point, _packed
+from ds_runtime.measured import found
+from ds_runtime.measured.costs import Costs, KernelCost, Point, _packed
 
 DEVICE = "Chip 9"
 
@@ -30,19 +30,18 @@ def assembly(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "path")
     monkeypatch.delitem(sys.modules, "chips_plugin", raising=False)
     report = SimpleNamespace(refusal=None, module="chips_plugin")
-    plugins = SimpleNamespace(reports={"chips": report})
-    made = SimpleNamespace(device=SimpleNamespace(name=DEVICE), plugins=plugins)
+    made = SimpleNamespace(reports={"chips": report})
     yield made, plugin / "costs"
     sys.modules.pop("chips_plugin", None)
 
 
 def test_the_users_own_file_comes_first_then_the_plugins(assembly):
     made, shipped = assembly
-    assert found.costs_of(made, None) is None
+    assert found.costs_of(made, DEVICE) is None
     costs(rows=1).write(shipped / "chip.json")
-    assert found.costs_of(made, None) == costs(rows=1)
+    assert found.costs_of(made, DEVICE) == costs(rows=1)
     costs(rows=2).write(found.own(DEVICE))
-    assert found.costs_of(made, None) == costs(rows=2)
+    assert found.costs_of(made, DEVICE) == costs(rows=2)
 
 
 @pytest.mark.parametrize("device", ["Chip 8", "chip-9", ""])
@@ -51,7 +50,7 @@ def test_the_users_own_file_of_another_device_is_refused(assembly, device):
     path = found.own(DEVICE)
     costs(device).write(path)
     with pytest.raises(ConfigError) as caught:
-        found.costs_of(made, None)
+        found.costs_of(made, DEVICE)
     assert str(caught.value) == (
         f"costs {path}: are of {device}, not of {DEVICE}; remove it, or run ds-runtime tune costs"
     )
@@ -70,7 +69,7 @@ def test_a_file_of_no_known_device_is_told_and_left_out(assembly, capsys, text):
     made, shipped = assembly
     (shipped / "a.json").write_text(text)
     costs().write(shipped / "b.json")
-    assert found.costs_of(made, None) == costs()
+    assert found.costs_of(made, DEVICE) == costs()
     assert "plugin chips: costs/a.json: left out" in capsys.readouterr().err
 
 
@@ -78,7 +77,7 @@ def test_only_the_devices_own_file_must_be_whole(assembly):
     made, shipped = assembly
     (shipped / "a.json").write_text(json.dumps(_packed(costs("Chip 8")) | {"compute": {}}))
     costs().write(shipped / "b.json")
-    assert found.costs_of(made, None) == costs()
+    assert found.costs_of(made, DEVICE) == costs()
     (shipped / "b.json").write_text(json.dumps(_packed(costs()) | {"compute": {}}))
     with pytest.raises(PluginError, match=r"plugin chips: costs/b\.json: field compute"):
-        found.costs_of(made, None)
+        found.costs_of(made, DEVICE)

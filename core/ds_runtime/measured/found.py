@@ -8,9 +8,9 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from ds_runtime.assembly.result import Assembly
 from ds_runtime.errors import ConfigError, PluginError
-from ds_runtime.predict.costs import Costs
+from ds_runtime.measured.costs import Costs
+from ds_runtime.plugins.manager import Plugins
 
 FOLDER = "costs"
 
@@ -25,12 +25,11 @@ def own(device: str) -> Path:
     return folder() / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
-def costs_of(assembly: Assembly, named: str | None) -> Costs | None:
-    """Those in the file that was named, or of the assembly's device; None where there are none.
+def costs_of(plugins: Plugins, device: str, named: str | None = None) -> Costs | None:
+    """Those in the file that was named, or of the device of this name; None where there are none.
 
     Raises ConfigError for a file that is no costs, PluginError for one that a plugin ships.
     """
-    device = assembly.device.name
     if named is not None:
         costs = Costs.read(Path(named))
         if costs.device != device:
@@ -47,12 +46,12 @@ def costs_of(assembly: Assembly, named: str | None) -> Costs | None:
                 "ds-runtime tune costs"
             )
         return costs
-    return _shipped(assembly, device)
+    return _shipped(plugins, device)
 
 
-def _shipped(assembly: Assembly, device: str) -> Costs | None:
+def _shipped(plugins: Plugins, device: str) -> Costs | None:
     """Of the device's own file alone: what is wrong with files of others is told, and no more."""
-    for name, report in sorted(assembly.plugins.reports.items()):
+    for name, report in sorted(plugins.reports.items()):
         if report.refusal is not None:
             continue
         try:

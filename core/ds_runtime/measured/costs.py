@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import ConfigError
+from ds_runtime.measured import fields as of
 from ds_runtime.ops.declare import OpWork
-from ds_runtime.predict import fields as of
+from ds_runtime.parallel.sums.kinds import FAST
 
 FORMAT = 1
-KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather")  # of collectives
+KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather", *FAST)  # of collectives
 _ROUTED = {"experts", "experts_limited"}
 _FAR = 4.0  # times the load, from which a point says little
 _LEAST = 1e-9  # seconds: less is not measured

@@ -1,0 +1,75 @@
+"""The communicator of NVIDIA GPUs: NCCL's, and sums over NVLink for small messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import TorchCommunicator
+from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, TwoShot, shared
+
+_IN_ORDER = "sums in the order of the ranks gather their parts"
+_LIBRARY = "all-reduces of every size are NCCL's"
+_FAST: dict[str, type[OneShot] | type[TwoShot]] = {"one_shot": OneShot, "two_shot": TwoShot}
+_CHECKED = 8192  # bytes
+
+
+class NvlinkCommunicator(TorchCommunicator):
+    """NCCL's. sizes: called for those of groups that share memory."""
+
+    def __init__(self, *args: Any, sizes: Callable[[], Sequence[int]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._sizes = sizes
+
+    def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:
+        """None where a rank could not share its memory; rank 0 says why."""
+        made = self._memory(4 * values)
+        if made is None or not shared(self, made, partial(_check_order, self), _IN_ORDER):
+            return None
+        return OrderedSum(made)
+
+    def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Empty where a rank could not share its memory; rank 0 says why."""
+        made = self._memory(nbytes)
+        if made is None or not shared(self, made, partial(_check_sums, self), _LIBRARY):
+            return {}
+        return {kind: sum_of(made) for kind, sum_of in _FAST.items()}
+
+    def _memory(self, nbytes: int) -> SharedMemory | None:
+        """Not allocated yet; None where a rank says that its links share none."""
+        if not all(self.gather_objects(self.size in self._sizes())):
+            return None
+        assert self._device is not None
+        return SharedMemory(self._group, nbytes, self._device)
+
+
+def _check_order(comm: TorchCommunicator, made: SharedMemory) -> None:
+    """Sums whose bits tell the order: 1 is lost beside 2 ** 24, if it is added first."""
+    assert comm._device is not None
+    parts = [(1.0, 2.0**24, -(2.0**24), 3.0)[rank % 4] for rank in range(comm.size)]
+    want = torch.zeros((), dtype=torch.float32)
+    for part in parts:
+        want += part
+    x = torch.full((min(257, made.nbytes // 4),), parts[comm.rank], device=comm._device)
+    found = OrderedSum(made)(x).cpu()
+    if not bool((found == want).all()):
+        raise RuntimeError(f"a sum of {parts} is {found[0].item()} instead of {want.item()}")
+
+
+def _check_sums(comm: TorchCommunicator, made: SharedMemory) -> None:
+    """Every kind, with whole numbers, of which another one stands in each place. All of them are
+    summed before one is looked at: a rank that left early would keep the others waiting."""
+    cases = [(kind, dtype) for kind in _FAST for dtype in (torch.float32, torch.bfloat16)]
+    results = []
+    for kind, dtype in cases:
+        places = torch.arange(min(_CHECKED, made.nbytes) // dtype.itemsize, device=comm._device)
+        results.append(_FAST[kind](made)((places % 13 + comm.rank).to(dtype)).cpu())
+    for (kind, dtype), found in zip(cases, results, strict=True):
+        places = torch.arange(found.numel()) % 13
+        want = (comm.size * places + comm.size * (comm.size - 1) // 2).to(dtype)
+        if wrong := int((found != want).sum()):
+            raise RuntimeError(f"{kind} of {dtype}: {wrong} of {found.numel()} sums are wrong")

@@ -1,0 +1,64 @@
+"""The CPU as a platform whose ranks have other kinds of all-reduce, made of Gloo's collectives.
+Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ds_runtime.api import hookimpl
+from ds_runtime_cpu.collectives import HostCommunicator
+from ds_runtime_cpu.platform import CpuPlatform
+
+
+class Sharing(HostCommunicator):
+    def fast_sums(self, nbytes):
+        self.most = nbytes
+        return {kind: partial(self._sum, kind) for kind in ("one_shot", "two_shot")}
+
+    def _sum(self, kind, x):
+        assert x.is_contiguous() and 0 < x.numel() * x.element_size() <= self.most
+        assert x.numel() * x.element_size() % 16 == 0
+        self._note(kind, x)
+        if kind == "one_shot":
+            return self._added(super().gather_rows(x.view(1, -1)), x)
+        shares = super().all_to_all(x.view(-1)).view(self.size, -1)
+        return super().gather_rows(self._added(shares, x.view(-1)[: shares.shape[1]])).view(x.shape)
+
+    def _added(self, parts, like):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total.to(like.dtype).view(like.shape)
+
+    def all_reduce(self, x):
+        self._note("all_reduce", x)
+        return super().all_reduce(x)
+
+    def _note(self, kind, x):
+        if at := os.environ.get("SUMS_NOTED"):
+            with Path(f"{at}.{self.rank}").open("a") as file:
+                file.write(f"{kind} {x.numel() * x.element_size()}\n")
+
+
+class SharingPlatform(CpuPlatform):
+    name = "sharing"
+    score = -1
+    fast_sums = {"host": (2,)}  # noqa: RUF012
+
+    def info(self, rank=0):
+        return replace(super().info(rank), link="host")
+
+    def communicator(self, rank, size, init_method, timeout=600.0):
+        torch.set_num_threads(1)
+        return Sharing("gloo", rank, size, init_method, timeout)
+
+
+@hookimpl
+def ds_platform():
+    return SharingPlatform()

@@ -1,0 +1,114 @@
+"""Ranks that are processes sum by size: as measured on them, and with the library's answers."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.measured import found
+from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point
+from ds_runtime.measured.sums import of
+from ds_runtime_bench.ops import comm
+
+SETTINGS = {
+    "platform": "sharing",
+    "dtype": "float32",
+    "kv_memory": "2MB",
+    "threads": 1,
+    "tp": 2,
+    "disable_graph": True,
+}
+COUNTED = []  # stats before the answers, and behind them
+SIZES = [256, 512, 1024, 2048, 4096]  # a row of the model has 256 bytes
+
+
+@pytest.fixture
+def sharing(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+    import sharing
+
+    yield sharing
+    del sys.modules["sharing"]
+
+
+def costs(device, one_shot, two_shot):
+    kernels = {"a.b:apply": KernelCost("linear", "float32", (Point(1, 1, 1, 1),))}
+    curves = {
+        "all_reduce": {2: tuple((n, 3e-5) for n in SIZES)},
+        "one_shot": {2: tuple((n, 1e-5 if n <= one_shot else 9e-5) for n in SIZES)},
+        "two_shot": {2: tuple((n, 2e-5 if n <= two_shot else 9e-5) for n in SIZES)},
+    }
+    rates = (1e9, {"float32": 1e12}, 1.0, 1.0, 1.0)
+    return Costs(device, "x", "2026-01-02", {}, *rates, kernels, curves)
+
+
+def answers(folder, sharing, **more):
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
+    prompts = [[3 + i, 5, 7 + i] * (1 + 4 * i) for i in range(3)]
+    with LLM(folder, extra_plugins=[sharing], **SETTINGS, **more) as llm:
+        before = llm.stats()
+        found = llm.generate(prompts, params)
+        COUNTED[:] = before, llm.stats()
+        return [(one.token_ids, one.logprobs) for one in found], llm._assembly.sums
+
+
+def test_answers_are_the_librarys_and_every_kind_serves(tiny, sharing, tmp_path, monkeypatch):
+    costs(device(sharing), 512, 2048).write(found.own(device(sharing)))
+    plain, none = answers(str(tiny), sharing, disable_custom_all_reduce=True)
+    assert not none.sizes.upto
+    assert {*COUNTED[1].sums} == {"all_reduce"}
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    own, sums = answers(str(tiny), sharing)
+    assert sums.sizes.upto == (("one_shot", 512), ("two_shot", 2048))
+    assert own == plain, "sums of two parts have the same bits in any order"
+    noted = [(tmp_path / f"noted.{rank}").read_text().split("\n") for rank in range(2)]
+    assert noted[0] == noted[1]
+    served = [line.split() for line in noted[0] if line]
+    assert {kind for kind, _ in served} == {"one_shot", "two_shot", "all_reduce"}
+    for kind, size in served:
+        assert kind == sums.sizes.kind(int(size))
+    check_counted(served)
+
+
+def check_counted(served):
+    """Counters say what ranks noted: the last of it, as engines sum before they answer, too. The
+    last FFN of a step with prompts has only the rows that are wanted, and counts as the others.
+    """
+    before, after = COUNTED
+    grown = {kind: n - before.sums.get(kind, 0) for kind, n in after.sums.items()}
+    total, prompts = sum(grown.values()), after.prefill_steps - before.prefill_steps
+    assert 0 < prompts and 0 < total <= len(served)
+    last = served[len(served) - total :]
+    noted = Counter(kind for kind, _ in last)
+    assert all(abs(grown.get(kind, 0) - noted[kind]) <= prompts for kind in {*grown, *noted})
+    counted = sum(after.sum_bytes.values()) - sum(before.sum_bytes.values())
+    sizes = [int(size) for _, size in last]  # which are what a rank receives of two
+    assert 0 <= counted - sum(sizes) <= prompts * max(sizes)
+    assert sum(after.sum_bytes.values()) < after.wire_bytes
+
+
+def device(sharing):
+    return sharing.SharingPlatform().info().name
+
+
+def test_a_file_that_no_rank_can_read_is_named(tiny, sharing):
+    path = found.own(device(sharing))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(Exception, match=str(path)):
+        answers(str(tiny), sharing)
+
+
+def test_tune_comm_measures_every_kind(sharing):
+    measured = comm.measure(sharing.SharingPlatform(), 2, (4096, 8192, 16384))
+    assert {*measured} == {*KINDS}
+    for curves in measured.values():
+        assert [size for size, _ in curves[2]] == [4096, 8192, 16384]
+    made = costs("x", 0, 0).with_collectives(measured)
+    sizes = of(made, 2)
+    assert sizes is not None and sizes.most <= 16384
