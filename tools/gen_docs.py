@@ -276,9 +276,13 @@ PARTS = {
 }
 COSTS = {
     "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",
+    "`tune host`": "*ran on* CPUs",
+    "`queue` and `lasting` of kernels (`tune costs`)": "*unrun*: for devices that queue",
     "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
     "prefills (`plan`)": "held against two H200s: a third too fast",
-    "costs that come with the tree": "of an H200 without DeepGEMM and FlashMLA",
+    "costs that come with the tree": (
+        "of an H200 without DeepGEMM and FlashMLA, and without `queue`, `lasting` and `host`"
+    ),
 }
 V4 = {
     "text, `--tp`, `--ep`, `--quantize`, DP attention": "*ran on* CPUs, *unrun* on other devices",
