@@ -186,13 +186,14 @@ def notes(assembly: Assembly, costs: Costs, steps: Sequence[Predicted]) -> list[
         lines.append("collectives were measured on one machine: links to others take longer")
     if not costs.host:
         lines.append(
-            "the engine's work on the host was not measured: steps of many requests take longer; "
-            "run ds-runtime tune host"
+            "the engine's work on the host was not measured: steps of many requests may take "
+            "longer; run ds-runtime tune host"
         )
     if platform.asynchronous and (unqueued := _names(one.unqueued for one in steps)):
+        every = all(cost.queue is None for cost in costs.kernels.values())
         lines.append(
             "how long the host queues a call was not measured, counted as the smallest op's: "
-            f"{unqueued}"
+            f"{'all kernels' if every else unqueued}"
         )
     if platform.asynchronous and (short := _names(one.unlasting for one in steps)):
         lines.append(f"prompts: not measured under lasting load, which may take longer: {short}")
