@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_server import served
+from marked import put
 
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.description.hf import load_config
@@ -27,7 +27,6 @@ from ds_runtime_bench.record import append
 
 RESULTS = Path(__file__).parent / "results" / "agent_hits.jsonl"
 PAGE = Path(__file__).with_name("serving.md")
-_BETWEEN = re.compile(r"(?<=<!-- agents -->\n).*(?=<!-- /agents -->)", re.DOTALL)
 _LENGTHS = {
     "--num-turns": ["20"],
     "--prefix-len": ["1500"],
@@ -83,7 +82,7 @@ def table(rows: Mapping[tuple[int, bool], Mapping[str, Any]]) -> str:
 
 def page(text: str, lines: Sequence[str]) -> str:
     """The page with its table made anew."""
-    return _BETWEEN.sub(lambda _: table(rows_of(lines)), text)
+    return put(text, {"agents": table(rows_of(lines))})
 
 
 def main() -> int:

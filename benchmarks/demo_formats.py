@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from marked import put
 
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
@@ -26,7 +27,6 @@ from ds_runtime_convert.targets import TARGETS
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "demo.md"
 KINDS = ("sums", "tools", "schemas")
-_BETWEEN = re.compile(r"(?<=<!-- formats -->\n).*(?=<!-- /formats -->)", re.DOTALL)
 
 
 def measure(name: str, limit: int | None, threads: int | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def share(row: Mapping[str, Any]) -> float:
 
 def page(text: str, lines: Sequence[str]) -> str:
     """The page with its table made anew."""
-    return _BETWEEN.sub(lambda _: table(rows_of(lines)), text)
+    return put(text, {"formats": table(rows_of(lines))})
 
 
 def main() -> int:

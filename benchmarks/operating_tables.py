@@ -6,22 +6,15 @@ python benchmarks/operating_tables.py
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from marked import Rows, put, read
+
 PAGE = Path(__file__).parents[1] / "docs" / "operating.md"
-Rows = Sequence[Mapping[str, Any]]
-
-
-def read(name: str) -> Rows:
-    """A file of records; none where there is no such file."""
-    path = RESULTS / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def last(rows: Rows, *names: str) -> Rows:
@@ -81,11 +74,7 @@ def tiers(host: Rows, disk: Rows) -> str:
 
 def page(text: str) -> str:
     """The page with its tables made anew."""
-    made = tiers(read("device_tiers.jsonl"), read("cpu_tiers.jsonl"))
-    between = re.compile(r"(?<=<!-- tiers -->\n).*(?=<!-- /tiers -->)", re.DOTALL)
-    text, found = between.subn(lambda _: made, text)
-    assert found == 1, f"docs/operating.md: {found} places for tiers"
-    return text
+    return put(text, {"tiers": tiers(read("device_tiers.jsonl"), read("cpu_tiers.jsonl"))})
 
 
 def main() -> int:

@@ -5,21 +5,19 @@ python benchmarks/readme_tables.py
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from marked import Rows, put, read
+
 PAGE = Path(__file__).parents[1] / "README.md"
 SHAPES = {
     "lite-8": "lite-8 (V2-Lite shape, 8 layers, 9.2 GB)",
     "tiny-v3": "tiny-v3 (6 MB)",
 }
 DECODE = "benchmarks/device_decode.py v3-slice --prompts 512 --batch 1 8 32 64 128"
-Rows = Sequence[Mapping[str, Any]]
 
 
 def beside_transformers(rows: Rows) -> str:
@@ -122,14 +120,9 @@ def front(device: Rows, transformers: Rows, llama: Rows) -> str:
     )
 
 
-def read(name: str) -> Rows:
-    """A file of records."""
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-
-
 def page(text: str) -> str:
     """The page with its tables made anew."""
-    made = {
+    tables = {
         "transformers": beside_transformers(read("compare_transformers.jsonl")),
         "device": on_a_device(read("device_decode.jsonl")),
         "llama": beside_llama(read("compare.jsonl")),
@@ -137,11 +130,7 @@ def page(text: str) -> str:
             read("device_decode.jsonl"), read("compare_transformers.jsonl"), read("compare.jsonl")
         ),
     }
-    for name, table in made.items():
-        between = re.compile(rf"(?<=<!-- {name} -->\n).*(?=<!-- /{name} -->)", re.DOTALL)
-        text, found = between.subn(lambda _, table=table: table, text)
-        assert found == 1, f"README.md: {found} places for {name}"
-    return text
+    return put(text, tables)
 
 
 def main() -> int:

@@ -35,7 +35,8 @@ TINY = {
 
 PRELUDE = """
 from ds_runtime.api import API_VERSION, OPS, RANK_PLATFORM, RANK_PORTABLE, RANK_SPECIALISED
-from ds_runtime.api import Change, DeviceInfo, Facts, Kernel, Layout, MemoryInfo, Op, Platform
+from ds_runtime.api import Change, Compiles, DeviceInfo, Facts, Footprint, Kernel, Layout
+from ds_runtime.api import MemoryInfo, Op, Platform
 from ds_runtime.api import QuantLoader, Refusal, hookimpl
 
 """

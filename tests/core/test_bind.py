@@ -13,7 +13,7 @@ from faulty import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.assembly.estimate import beside_of
+from ds_runtime.assembly.estimate import second_form_of
 from ds_runtime.assembly.plan import Plan, check_against, difference, make_rows
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.sites import INPUTS, model_sites
@@ -48,7 +48,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
     return model_sites(load_config(folder), lambda module: "dense")
 
 
-BESIDE = Footprint(beside=0.75)
+BESIDE = Footprint(second_form=0.75)
 
 
 def asking(first, below=0, bits=""):
@@ -553,7 +553,7 @@ def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None
 class _Beside(_Marked):
     """Reads a form of its own."""
 
-    def hold_beside(self, packed: Packed) -> Packed:
+    def hold_second_form(self, packed: Packed) -> Packed:
         return replace(packed, tensors={"by": packed.tensors["by"] + " and " + self.name})
 
     def serves(self, rows: int, packed: Packed) -> bool:
@@ -561,7 +561,7 @@ class _Beside(_Marked):
 
 
 class _Without(_Beside):
-    def hold_beside(self, packed: Packed) -> Packed:
+    def hold_second_form(self, packed: Packed) -> Packed:
         return packed
 
     def serves(self, rows: int, packed: Packed) -> bool:
@@ -588,7 +588,7 @@ def test_a_kernel_may_hold_a_form_of_its_own_beside(sites) -> None:
     packed = linear.pack("its own", BASE)  # which is no shared packing
     assert linear.apply(torch.zeros(3, 4), packed) == "few of few"
     site = next(s for s, _ in binding.choices if s.op == "linear")
-    assert beside_of(binding, site, few) == 0.75
+    assert second_form_of(binding, site, few) == 0.75
 
 
 def test_without_room_nothing_is_held_beside(sites) -> None:

@@ -49,6 +49,23 @@ IN_OFFERS = {
         f"return [{KERNEL.format('x', 'reference')}]",
         "belongs to plugin reference",
     ),
+    "no such rehearsal": (
+        f"return [{KERNEL[:-1]}, compiles=Compiles(rehearsal='nope:g'))]".format("x", "bad"),
+        "offers bad.x with compiles.rehearsal 'nope:g': there is no module nope",
+    ),
+    "nothing ahead below a package": (
+        f"return [{KERNEL[:-1]}, compiles=Compiles('json.nope.further:g'))]".format("x", "bad"),
+        "compiles.ahead 'json.nope.further:g': there is no module json.nope.further",
+    ),
+    "no such variant": (
+        f"return [{KERNEL[:-1]}, compiles=Compiles(variant='json:g'))]".format("x", "bad"),
+        "compiles.variant 'json:g': module json has no g",
+    ),
+    "compiles by a number": ("Compiles(ahead=3)", "Compiles: ahead is 3: give a lazy"),
+    "copies as text": (
+        "Footprint(copies='2')",
+        "Footprint: copies is '2': give a finite number above 0",
+    ),
     "one name twice": (f"return [{KERNEL.format('x', 'bad')}] * 2", "two kernels named bad.x"),
 }
 

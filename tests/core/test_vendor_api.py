@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -108,6 +109,50 @@ def test_offers_may_declare_every_field_of_a_kernel() -> None:
         ACME.offer("silu_mul", "m:f", 3, workspaces=None)  # type: ignore[call-arg]
 
 
+NUMBERS = st.integers(-3, 9) | st.floats() | st.booleans() | st.text(max_size=3) | st.none()
+
+
+@given(st.sampled_from(["copies", "second_form"]), NUMBERS)
+def test_a_footprint_takes_numbers_alone(name: str, value: object) -> None:
+    """Its fields are added up for the estimate of memory: text would be repeated."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and math.isfinite(value) and (value > 0 or (value == 0 and name == "second_form")):
+        assert getattr(Footprint(**{name: value}), name) == value
+        return
+    with pytest.raises(ValueError if number else TypeError, match=f"Footprint: {name} is .*: give"):
+        Footprint(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["workspace", "reads"])
+def test_a_footprint_takes_functions(name: str) -> None:
+    assert getattr(Footprint(**{name: max}), name) is max
+    with pytest.raises(TypeError, match=f"Footprint: {name} is 3: give a function"):
+        Footprint(**{name: 3})
+
+
+@pytest.mark.parametrize("keeps", ["fp8_block", {"fp8_block"}, ["dense"], frozenset({3})])
+def test_a_footprint_keeps_a_frozenset_of_names(keeps: object) -> None:
+    with pytest.raises(TypeError, match=r"Footprint: keeps is .*: give a frozenset of names"):
+        Footprint(keeps=keeps)  # type: ignore[arg-type]
+
+
+@given(st.sampled_from([f.name for f in fields(Compiles)]), st.text(max_size=12) | st.integers())
+def test_what_compiles_is_a_lazy_path(name: str, path: object) -> None:
+    module, _, attr = str(path).partition(":")
+    lazy = all(part.isidentifier() for part in [*module.split("."), attr])
+    if path == "" or (isinstance(path, str) and lazy):
+        assert getattr(Compiles(**{name: path}), name) == path
+        return
+    error = ValueError if isinstance(path, str) else TypeError
+    with pytest.raises(error, match=f"Compiles: {name} is .*: give a lazy 'module:attr'"):
+        Compiles(**{name: path})
+
+
+@pytest.mark.parametrize("path", ["m:f", "a.b.c:d", "_x:y1"])
+def test_a_lazy_path_names_a_module_and_what_is_in_it(path: str) -> None:
+    assert Compiles(ahead=path, rehearsal=path, variant=path).variant == path
+
+
 def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +256,8 @@ def test_a_plugin_brings_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = whole.hooks
     assert hooks.FLAGS == {"--acme": "tp"} and not hasattr(hooks, "BACKENDS")
     assert hooks.PROBE() is None and hooks.DIAGNOSE() == [("lib", "1.2")]
+    monkeypatch.setitem(sys.modules, "ds_runtime_acme.ahead", ahead := ModuleType("ahead"))
+    ahead.context = print  # type: ignore[attr-defined]
     plugins = load_plugins(["reference"], [whole])
     assert OFFERS[0] in plugins.offers(FACTS).kernels
     (wished,) = dict(plugins.call("ds_defaults", config=None, facts=FACTS))["acme"]

@@ -9,6 +9,10 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ds_runtime.cli import build_parser
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -18,6 +22,31 @@ FORMATS = runpy.run_path(str(BENCHMARKS / "demo_formats.py"))
 OPERATING = runpy.run_path(str(BENCHMARKS / "operating_tables.py"))
 README = runpy.run_path(str(BENCHMARKS / "readme_tables.py"))
 TABLES = runpy.run_path(str(BENCHMARKS / "tables.py"))
+
+
+@given(
+    st.lists(st.sampled_from(["a", "ab", "a.b"]), unique=True), st.text("<!-\n|a.b\\1", max_size=9)
+)
+def test_tables_lie_between_their_marks(names, table):
+    """What is around them stays, and so does a table that is put there again."""
+    from marked import put
+
+    def page(made):
+        marks = "text\n".join(f"<!-- {name} -->\n{made}<!-- /{name} -->" for name in names)
+        return f"before {marks} after"
+
+    assert put(page("old\n"), dict.fromkeys(names, table)) == page(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("", 0), ("<!-- x -->\na<!-- /x -->" * 2, 2), ("<!-- x -->\n<!-- /x -->" * 3, 3)],
+)
+def test_a_page_has_one_place_for_a_table(text, count):
+    from marked import put
+
+    with pytest.raises(ValueError, match=f"<!-- x -->: the page has {count} places"):
+        put(text, {"x": "table"})
 
 
 def test_the_page_is_made_from_the_records():

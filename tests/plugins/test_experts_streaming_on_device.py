@@ -117,7 +117,7 @@ def test_replays_compute_new_inputs(monkeypatch, shape, form, cores):
     kernel = KERNELS[form](FACTS)
     if coded:
         plain = packed.nbytes
-        packed = kernel.hold_beside(packed)
+        packed = kernel.hold_second_form(packed)
         assert packed.nbytes > plain, "they fit"
     compare_replays(kernel, packed, top_k, (1, 2, 3, 4, 7, 33, 100, 300), limit)
 
@@ -174,7 +174,7 @@ def test_codes_give_the_bits_of_rows(form, powers):
     experts, inter, hidden, top_k = 40, 384, 1024, 5
     packed = weights(True, experts, inter, hidden, powers)
     kernel = {**KERNELS, "many tokens": grouped_fp8.ExpertsGrouped}[form](FACTS)
-    packed = kernel.hold_beside(packed) if form == "7 bits" else packed
+    packed = kernel.hold_second_form(packed) if form == "7 bits" else packed
     for tokens in (17, 40, 256, 1500):
         x, chosen, ids = inputs(tokens, experts, top_k, hidden, True)
         q, scale = kernel.quantize(tokens, x, packed)

@@ -49,7 +49,7 @@ def test_a_warp_may_have_all_entries_of_the_longest_list():
     bits = plain.tensors["gate_up"].view(torch.uint8)
     bits[:, :, :128] = 0x50 + torch.randint(0, 8, bits[:, :, :128].shape, device="cuda").byte()
     bits[:, 32:36, :112] = torch.randint(1, 7, (2, 4, 112), device="cuda").byte()  # 448 numbers
-    coded = experts_streaming.ExpertsBlock7(None).hold_beside(plain)
+    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
     assert coded.tensors[experts_streaming._HELD][0].stride == OTHERS_AT + 2 * MOST_OTHERS
     x = torch.randn(5, 256, device="cuda").bfloat16()
     ids = torch.zeros(5, 1, dtype=torch.int32, device="cuda")
@@ -94,7 +94,7 @@ def test_results_are_those_of_plain_weights_bit_for_bit(
     plain = experts(count, inter, hidden, lower)
     kernel = experts_streaming.ExpertsBlock7(None)
     assert not kernel.serves(4, plain)
-    coded = kernel.hold_beside(plain)
+    coded = kernel.hold_second_form(plain)
     assert kernel.serves(4, coded) and coded.nbytes > plain.nbytes
     for tokens in (1, 3, 16, 100, 320):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
@@ -108,7 +108,7 @@ def test_results_are_those_of_plain_weights_bit_for_bit(
 def test_one_expert_has_all_tokens():
     torch.manual_seed(3)
     plain = experts(4, 256, 512)
-    coded = experts_streaming.ExpertsBlock7(None).hold_beside(plain)
+    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
     x = torch.randn(100, 512, device="cuda").bfloat16()
     chosen = torch.ones(100, 1, device="cuda")
     for expert in (0, 3):
@@ -121,7 +121,7 @@ def test_nan_among_weights_and_tokens_stays_in_its_rows():
     torch.manual_seed(4)
     plain = experts(4, 128, 256)
     plain.tensors["down"].view(torch.uint8)[1, 5, 7] = 0x7F
-    coded = experts_streaming.ExpertsBlock7(None).hold_beside(plain)
+    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
     x = torch.randn(20, 256, device="cuda").bfloat16()
     x[3, 4] = float("nan")
     ids = (torch.arange(20, device="cuda") % 4).int()[:, None].contiguous()

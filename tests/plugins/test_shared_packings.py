@@ -122,7 +122,7 @@ def test_experts(scale):
     for other in (kind(FACTS) for kind in kinds):
         assert relative_error(other.apply(x, weights, ids, packed), oracle) < 6e-2
     beside = own.ExpertsBlock7(FACTS)
-    held = beside.hold_beside(packed)
+    held = beside.hold_second_form(packed)
     assert beside.serves(6, held) and held.nbytes > 1.9 * packed.nbytes
     plain = own.ExpertsFp8(FACTS).apply(x, weights, ids, packed)
     assert torch.equal(beside.apply(x, weights, ids, held), plain)
@@ -191,7 +191,10 @@ def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
     config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"), **settings)
     assembly = assemble(config, tuple(settings), device="h200")
     found = {
-        k.name for s in assembly.binding.shares.values() for k in s.kernels if k.footprint.beside
+        k.name
+        for s in assembly.binding.shares.values()
+        for k in s.kernels
+        if k.footprint.second_form
     }
     assert found == {f"cuda.{name}12" for name in forms}
     for row in assembly.plan.rows:

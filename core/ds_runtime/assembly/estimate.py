@@ -32,18 +32,18 @@ def packed_bytes(config: ModelConfig, binding: Binding, dtype: str, positions: i
     """
     total: float = rotation_bytes(config, positions)
     for site, kernel, size in _sizes(binding, dtype):
-        copies = (
-            1.0 if kernel is None else kernel.footprint.copies + beside_of(binding, site, kernel)
-        )
+        copies = 1.0
+        if kernel is not None:
+            copies = kernel.footprint.copies + second_form_of(binding, site, kernel)
         total += copies * size if site.weight_format else size
     return int(total)
 
 
-def beside_bytes(binding: Binding, dtype: str) -> dict[str, float]:
+def second_form_bytes(binding: Binding, dtype: str) -> dict[str, float]:
     """Bytes of one rank's second forms of weights, by op, of those that have any."""
     found: dict[str, float] = {}
     for site, kernel, size in _sizes(binding, dtype):
-        if share := beside_of(binding, site, kernel):
+        if share := second_form_of(binding, site, kernel):
             found[site.op] = found.get(site.op, 0) + share * size
     return found
 
@@ -53,7 +53,7 @@ def saved_bytes(model: ModelConfig, binding: Binding, dtype: str) -> dict[str, f
     routed experts it reads as many as one token chooses, of which each rank has its share."""
     found: dict[str, float] = {}
     for site, kernel, size in _sizes(binding, dtype):
-        if share := beside_of(binding, site, kernel):
+        if share := second_form_of(binding, site, kernel):
             read = size
             if site.op == "experts":
                 parts = binding.base.ranks.get("ep", 1)
@@ -83,11 +83,11 @@ def _sizes(binding: Binding, dtype: str) -> Iterator[tuple[Site, Kernel | None, 
         yield site, kernel, size
 
 
-def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
+def second_form_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
     """What second forms of a site's weight take, as a share of it."""
     shares = binding.shares.get((site.op, site.layer, site.module))
     kernels = (kernel,) if shares is None else shares.kernels
-    return sum(each.footprint.beside for each in kernels if each is not None)
+    return sum(each.footprint.second_form for each in kernels if each is not None)
 
 
 def rotation_bytes(config: ModelConfig, positions: int) -> int:

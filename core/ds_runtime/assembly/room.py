@@ -15,12 +15,12 @@ from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
-    beside_bytes,
     decode_bytes,
     needed_bytes,
     page_table_bytes,
     positions_of,
     saved_bytes,
+    second_form_bytes,
     sparse_bytes,
     step_bytes,
 )
@@ -206,7 +206,7 @@ def second_forms(every: Assembly, chosen: Assembly) -> tuple[SecondForm, ...]:
 
 
 def _forms(assembly: Assembly) -> dict[str, float]:
-    return beside_bytes(assembly.binding, assembly.config.dtype)
+    return second_form_bytes(assembly.binding, assembly.config.dtype)
 
 
 def _saved(assembly: Assembly) -> dict[str, float]:

@@ -26,9 +26,11 @@ FORMAT = 1
 KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather", *FAST)  # of collectives
 _ROUTED = {"experts", "experts_limited"}
 _FAR = 4.0  # times the load, from which a point says little
+_BUSY = 0.3  # of the fastest matmul's rate
 _LEAST = 1e-9  # seconds: less is not measured
 _RATES = ("bandwidth", "floor", "launch", "replay")
 _MOST = 1 << 50  # of rows, ranks and bytes in a file: more is no measurement
+_EXTRA = ("queue", "lasting")  # fields of a kernel that older files lack
 _COUNT = re.compile(r"[1-9][0-9]{0,15}")
 
 
@@ -45,11 +47,15 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class KernelCost:
     """Points of one method of a kernel, place by place, rows rising at each. arithmetic: the dtype
-    in which it multiplies."""
+    in which it multiplies. queue: seconds in which the host queues a call; None: not measured.
+    lasting: how many times as long a call takes after seconds of such calls, under which a device
+    lowers its clock; None: not measured."""
 
     op: str
     arithmetic: str
     points: tuple[Point, ...]
+    queue: float | None = None
+    lasting: float | None = None
 
 
 Collective = Mapping[int, tuple[tuple[int, float], ...]]
@@ -63,7 +69,8 @@ class Costs:
     bandwidth: bytes per second of the fastest reading; compute: operations per second of the
     fastest matmul by dtype. floor: seconds of the smallest op in a captured step; launch: of one
     that the host queues by itself; replay: from the start of a captured step of one op to its end.
-    kernels: by "kernel:method". collectives: by kind, of `KINDS`.
+    kernels: by "kernel:method". collectives: by kind, of `KINDS`. host: (requests, seconds) of what
+    the engine does on the host for a decode step, requests rising; empty: not measured.
     """
 
     device: str
@@ -77,6 +84,19 @@ class Costs:
     replay: float
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)
     collectives: Mapping[str, Collective] = field(default_factory=dict)
+    host: tuple[tuple[int, float], ...] = ()
+
+    def on_the_host(self, requests: int) -> float:
+        """Seconds of the engine's own work for a decode step: straight between two numbers of
+        requests, and beyond the last in proportion. 0 where none was measured."""
+        if not self.host:
+            return 0.0
+        return _on([(float(n), seconds) for n, seconds in self.host], float(requests), 0.0)
+
+    def multiplies(self, work: OpWork, arithmetic: str, seconds: float) -> bool:
+        """Whether a call that takes `seconds` keeps the device's multipliers busy."""
+        rate = self.compute.get(arithmetic)
+        return rate is not None and is_busy(work.flops, rate, seconds)
 
     def roof(self, work: OpWork, arithmetic: str) -> float:
         """The least seconds of a call, by the device's rates; those of a dtype that was not
@@ -92,6 +112,13 @@ class Costs:
         found = [self._at(cost, series, load) for series in _series(cost.points)]
         near = [(at, seconds) for at, seconds, far in found if not far]
         return _on(_means(near or [(at, s) for at, s, _ in found]), roof, self.floor)
+
+    def is_far(self, name: str, rows: int, work: OpWork) -> bool:
+        """Whether a call of "kernel:method" is far above all that was measured of it, by its
+        rows, or by the rows that meet a weight. KeyError for what was not measured."""
+        cost = self.kernels[name]
+        done = ((p.rows, OpWork(reads=p.nbytes, flops=p.flops)) for p in cost.points)
+        return _load(cost.op, rows, work) > _FAR * max(_load(cost.op, *one) for one in done)
 
     def unmeasured(self, work: OpWork, arithmetic: str) -> float:
         """Of a call of a kernel that has no points: its roof, and no less than the smallest op."""
@@ -164,7 +191,8 @@ class Costs:
     def parse(text: str) -> Costs:
         """Of the text of such a file. Raises ValueError naming the field for any other."""
         raw = _loaded(text)
-        of.exactly("", raw, ("format", *(f.name for f in fields(Costs))))
+        every = [f.name for f in fields(Costs)]
+        of.exactly("", raw, ("format", *every), optional=("host",))
         device, arch, date = (of.text(name, raw[name]) for name in ("device", "arch", "date"))
         bandwidth, floor, launch, replay = (of.number(name, raw[name]) for name in _RATES)
         versions, compute, kernels, collectives = (
@@ -185,12 +213,18 @@ class Costs:
             compute={n: of.number(f"compute.{n}", one) for n, one in compute.items()},
             kernels={n: _kernel(f"kernels.{n}", one) for n, one in kernels.items()},
             collectives={kind: _curves(kind, one) for kind, one in collectives.items()},
+            host=_curve("host", raw["host"]) if raw.get("host") else (),
         )
 
     @staticmethod
     def device_in(text: str) -> str:
         """The device of such a text, whose other fields are not looked at. Raises ValueError."""
         return of.text("device", _loaded(text).get("device"))
+
+
+def is_busy(flops: float, rate: float, seconds: float) -> bool:
+    """Whether a call has a fair share of the rate, operations a second, of the fastest matmul."""
+    return flops > _BUSY * rate * seconds
 
 
 def _loaded(text: str) -> Mapping[str, Any]:
@@ -205,13 +239,14 @@ def _loaded(text: str) -> Mapping[str, Any]:
 
 def _kernel(name: str, value: Any) -> KernelCost:
     raw = of.mapping(name, value)
-    of.exactly(name, raw, ("op", "arithmetic", "points"))
+    of.exactly(name, raw, ("op", "arithmetic", "points", *_EXTRA), optional=_EXTRA)
     points = tuple(
         _point(f"{name}.points[{i}]", one)
         for i, one in enumerate(of.items(f"{name}.points", raw["points"]))
     )
     op, arithmetic = (of.text(f"{name}.{key}", raw[key]) for key in ("op", "arithmetic"))
-    return KernelCost(op, arithmetic, points)
+    more = {n: of.number(f"{name}.{n}", raw[n]) for n in _EXTRA if raw.get(n) is not None}
+    return KernelCost(op, arithmetic, points, **more)
 
 
 def _point(name: str, value: Any) -> Point:
@@ -255,6 +290,9 @@ def _packed(costs: Costs) -> dict[str, Any]:
     for name, cost in costs.kernels.items():
         points = [[p.rows, p.nbytes, p.flops, float(f"{p.seconds:.4g}")] for p in cost.points]
         raw["kernels"][name]["points"] = points
+        for extra in _EXTRA:
+            if (value := raw["kernels"][name].pop(extra)) is not None:
+                raw["kernels"][name][extra] = float(f"{value:.4g}")
     return {"format": FORMAT, **raw}
 
 

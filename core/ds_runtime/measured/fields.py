@@ -24,10 +24,13 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def exactly(name: str, raw: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """That an object has these fields and no other; name: "" for the whole file."""
+def exactly(
+    name: str, raw: Mapping[str, Any], fields: Iterable[str], optional: Iterable[str] = ()
+) -> None:
+    """That an object has these fields, of which some are optional, and no other; name: "" for the
+    whole file."""
     wanted, inside = set(fields), f" in {name}" if name else ""
-    if missing := sorted(wanted - set(raw)):
+    if missing := sorted(wanted - set(raw) - set(optional)):
         raise ValueError(f"no field {missing[0]}{inside}")
     if more := sorted(set(raw) - wanted):
         raise ValueError(f"unknown field {more[0]!r}{inside}")

@@ -111,7 +111,7 @@ class Facts:
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
     calls are recorded and replayed with other contents of the same tensors. So a call may not wait
     for the device. What it launches may depend on shapes and limits, but on no length. `crowded`:
-    ops for second forms of whose weights (`Footprint.beside`) memory has no room. `quantized`:
+    ops for second forms of whose weights (`Footprint.second_form`) memory has no room. `quantized`:
     weights of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a
     call, at most, that torch.compile's functions are to serve; 0: none. `ranks` of each mesh axis,
     on `hosts` machines; `interconnect`, `multicast`: the device's link. `batch_invariant`: see

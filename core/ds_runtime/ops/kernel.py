@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 # Packings that kernels may share (`RowRange.packing`), and what `Packed.tensors` holds under these
@@ -75,23 +76,48 @@ class Footprint:
 
     `keeps`: the formats that stay packed in their own encoding; others are held in the compute
     dtype. None: none where the kernel reads dense weights, otherwise all that it reads. `copies`
-    says how often `pack` keeps the weight (laid out for several uses). `beside`, of a kernel that
-    reads a weight of a shared packing in a form of its own, is how much that takes as a share of
-    the weight. What `fn` gives then has two methods. `hold_beside(packed) -> Packed` is called once
-    the weight is packed, by whichever kernel, and adds the form if it can. `serves(rows, packed)`
-    says whether a call within its bounds is one for it. Where memory has no room, the kernel is
-    refused. `workspace(facts, rows)` gives the bytes that a call of `rows` rows holds at most
-    beyond its arguments, weights and results; None says nothing. Conformance holds a kernel to it.
+    says how often `pack` keeps the weight (laid out for several uses). `second_form`, of a kernel
+    that reads a weight of a shared packing in a form of its own, is how much that takes as a share
+    of the weight. What `fn` gives then has two methods. `hold_second_form(packed) -> Packed` is
+    called once the weight is packed, by whichever kernel, and adds the form if it can.
+    `serves(rows, packed)` says whether a call within its bounds is one for it. Where memory has no
+    room, the kernel is refused. `workspace(facts, rows)` gives the bytes that a call of `rows` rows
+    holds at most beyond its arguments, weights and results; None says nothing. Conformance holds a
+    kernel to it.
     `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
     that format's bytes that its calls read then. It says what a step must read; the estimate of
-    memory does not count on it.
+    memory does not count on it. Raises TypeError or ValueError naming the field for other values.
     """
 
     keeps: frozenset[str] | None = None
     copies: float = 1
-    beside: float = 0
+    second_form: float = 0
     workspace: Callable[[Any, int], int] | None = None
     reads: Callable[[Any], float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, zero in (("copies", False), ("second_form", True)):
+            _check_share(f"Footprint: {name}", getattr(self, name), zero)
+        for name in ("workspace", "reads"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"Footprint: {name} is {value!r}: give a function, or leave it out")
+        keeps: Any = self.keeps
+        if keeps is not None and not (
+            isinstance(keeps, frozenset) and all(isinstance(one, str) for one in keeps)
+        ):
+            raise TypeError(
+                f"Footprint: keeps is {keeps!r}: give a frozenset of names of weight formats"
+            )
+
+
+def _check_share(name: str, value: Any, zero: bool) -> None:
+    """Raise for a value that is no finite number above 0, or at least 0."""
+    wanted = f"give a finite number {'of at least' if zero else 'above'} 0"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: {wanted}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} is {value!r}: {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +133,27 @@ class Compiles:
     all have compiled. `variant` names a function `(facts, rows) -> Hashable`. Calls of numbers of
     rows for which it is the same are served by what one of them had compiled (rows of attention
     over prompts: the longest sequence's). It is asked of every number that a step can have; empty:
-    one call serves for all.
+    one call serves for all. Raises TypeError or ValueError for what is no such path.
     """
 
     ahead: str = ""
     rehearsal: str = ""
     variant: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            path: Any = getattr(self, field.name)
+            if not isinstance(path, str) or (path and not _is_lazy(path)):
+                raise (ValueError if isinstance(path, str) else TypeError)(
+                    f"Compiles: {field.name} is {path!r}: give a lazy 'module:attr', or leave it "
+                    "out"
+                )
+
+
+def _is_lazy(path: str) -> bool:
+    """Whether it is a "module:attr"."""
+    module, _, attr = path.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), attr))
 
 
 _GROUPS = {"promises": Promises, "rows": RowRange, "footprint": Footprint, "compiles": Compiles}

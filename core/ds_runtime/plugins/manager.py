@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -30,12 +30,13 @@ from ds_runtime.ops.contract import (
     QuantLoader,
     Refusal,
 )
-from ds_runtime.ops.kernel import Layout
+from ds_runtime.ops.kernel import Compiles, Layout
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import hooks, hookspecs
 from ds_runtime.plugins.asking import Misuse, ask, asking, check_outside
 from ds_runtime.plugins.installed import GROUP, OWN_DISTRIBUTION, InstalledPlugin, find
+from ds_runtime.plugins.lazy import absent
 from ds_runtime.plugins.trust.allowlist import Allowlist, read_allowlist
 
 ALWAYS = {  # part of every process
@@ -363,7 +364,7 @@ def _broken(reason: str) -> Refusal:
 
 def _bad(offers: Sequence[Any], plugin: str, owners: dict[str, str]) -> str:
     """Why a plugin's offers cannot be used, or ""; claims its provider names in `owners`."""
-    names = set()
+    names, there = set(), set[str]()
     for offer in offers:
         if not isinstance(offer, Kernel | Layout | QuantLoader):
             return f"offers {offer!r}, which is no Kernel, Layout or QuantLoader"
@@ -378,4 +379,18 @@ def _bad(offers: Sequence[Any], plugin: str, owners: dict[str, str]) -> str:
             if (offer.op.name, offer.name) in names:
                 return f"offers two kernels named {offer.name} for {offer.op.name}"
             names.add((offer.op.name, offer.name))
+            if why := _absent(offer, there):
+                return why
+    return ""
+
+
+def _absent(kernel: Kernel, there: set[str]) -> str:
+    """Which function that compiles a kernel's calls is not there, or ""; `there`: those that are,
+    to which it adds."""
+    for each in fields(Compiles):
+        path = getattr(kernel.compiles, each.name)
+        if path and path not in there:
+            if why := absent(path):
+                return f"offers {kernel.name} with compiles.{each.name} {path!r}: {why}"
+            there.add(path)
     return ""

@@ -160,13 +160,17 @@ def pieces(
     mark: str,
     ids: Sequence[int],
     offsets: Iterable[tuple[int, int]],
-    control: frozenset[int],
+    control: Mapping[int, str],
 ) -> Iterator[tuple[str | None, list[int]]]:
     """Of marked text that was encoded as it is, in parts: (None, ids that are right), or
-    (text to be encoded where no `control` token is known, [])."""
+    (text to be encoded where no `control` token is known, []).
+
+    control: by id, what the text of such a token must hold, as other text may have that id, too.
+    """
     last, since = 0, list[int]()
     for token, (begin, end) in zip(ids, offsets, strict=True):
-        if token not in control or text[max(begin - 1, 0) : begin] == mark:
+        is_control = token in control and control[token] in text[begin:end]
+        if not is_control or text[max(begin - 1, 0) : begin] == mark:
             since.append(token)
             continue
         yield _piece(text[last:begin], mark, since)

@@ -167,6 +167,13 @@ class Tokenizer:
         added: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
         return {i: t for i, t in added.items() if t.special or len(t.content) > 1}
 
+    @cached_property
+    def _spellings(self) -> dict[int, str]:
+        """Those tokens by their ids, with their text where the model may make the id of other text:
+        the letter "Ġ" as a token has the id of the space. Else ""."""
+        own = self.backend.get_vocab(with_added_tokens=False)
+        return {i: t.content if own.get(t.content) == i else "" for i, t in self._control.items()}
+
     def split(self, text: str, add_special: bool, mark: str = "") -> list[int]:
         """Ids of `text`, right as tokenizer.json makes them, in this process."""
         if mark:
@@ -182,9 +189,8 @@ class Tokenizer:
 
     def _split_marked(self, text: str, mark: str) -> list[int]:
         found = self.backend.encode(text, add_special_tokens=False)
-        control = frozenset(self._control)
         out: list[int] = []
-        for said, ids in pieces(text, mark, found.ids, found.offsets, control):
+        for said, ids in pieces(text, mark, found.ids, found.offsets, self._spellings):
             out += ids if said is None else self._split_text(said)
         return out
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.assembly.estimate import (
-    beside_of,
     needed_bytes,
     page_table_bytes,
     positions_of,
     rotation_bytes,
+    second_form_of,
 )
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
@@ -186,7 +186,7 @@ def _remedy(assembly: Assembly, needed: int) -> str:
     if config.enable_dp_attention:
         shorter += "without --enable-dp-attention weights of attention are divided, too, "
     binding = assembly.binding
-    twice = sorted({site.op for site, k in binding.choices if beside_of(binding, site, k)})
+    twice = sorted({site.op for site, k in binding.choices if second_form_of(binding, site, k)})
     if twice:
         shorter += f"--memory-for-speed off leaves second forms of {', '.join(twice)} out, "
     if more := _wider(assembly):

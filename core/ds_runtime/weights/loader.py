@@ -68,7 +68,7 @@ from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, GroupedLayer, Absorb, MlaInputsLayer, ExpertsLayer)
 # Rows of calls that ranks compare their codes for. Where weights decide which kernel serves, as in
-# Footprint.beside, ranks may differ: of a call all must have codes, or none.
+# Footprint.second_form, ranks may differ: of a call all must have codes, or none.
 _PROBED = (*range(1, 65), *(1 << n for n in range(7, 16)))
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 

@@ -208,11 +208,11 @@ class _Beside:
     _encode: Callable[..., fp8_compressed.CodedFp8 | packed12.CodedDense | None]
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Footprint.beside."""
+        """See Footprint.second_form."""
         return _HELD in packed.tensors
 
-    def hold_beside(self, packed: Packed) -> Packed:
-        """See Footprint.beside."""
+    def hold_second_form(self, packed: Packed) -> Packed:
+        """See Footprint.second_form."""
         upper = self._encode(packed.tensors["gate_up"], _PIN, halves=2)
         lower = None if upper is None else self._encode(packed.tensors["down"], _PIN)
         if upper is None or lower is None:
@@ -253,7 +253,7 @@ class ExpertsBlock7(_Beside, ExpertsFp8):
     _encode = staticmethod(fp8_compressed.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        return self.hold_beside(super().pack(source, facts))
+        return self.hold_second_form(super().pack(source, facts))
 
 
 class ExpertsDense(ReferenceExperts):
@@ -272,4 +272,4 @@ class ExpertsDense12(_Beside, ExpertsDense):
     _encode = staticmethod(packed12.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        return self.hold_beside(super().pack(source, facts))
+        return self.hold_second_form(super().pack(source, facts))

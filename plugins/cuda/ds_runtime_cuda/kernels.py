@@ -236,7 +236,7 @@ def _streamed(
     rows: RowRange,
     *each: Gate,
     rank: int = RANK_BESIDE,
-    beside: float = 0,
+    second: float = 0,
 ) -> Kernel:
     """Own kernels, for sizes at which they were faster than portable ones."""
     return cuda.offer(
@@ -253,8 +253,8 @@ def _streamed(
         promises=Promises(skips_absent=True, takes_codes=formats == FP8),
         note="compiled by NVRTC when it is first needed",
         rows=rows,
-        footprint=Footprint(beside=beside),
-        compiles=Compiles(f"experts_streaming:compile_{'coded' if beside else 'experts'}"),
+        footprint=Footprint(second_form=second),
+        compiles=Compiles(f"experts_streaming:compile_{'coded' if second else 'experts'}"),
     )
 
 
@@ -270,7 +270,7 @@ def _dense12(name: str, ahead: str, below: int, size: Gate) -> Kernel:
         formats=DENSE,
         note="compiled by NVRTC when it is first needed",
         rows=RowRange(DENSE_ROWS, 1, below),
-        footprint=Footprint(beside=CODED),
+        footprint=Footprint(second_form=CODED),
         compiles=Compiles(f"packed12.linear:{ahead}"),
     )
 
@@ -346,11 +346,11 @@ MOE: tuple[Kernel, ...] = (
         many_experts,
         as_wide_as(512),
         rank=RANK_BESIDE + 1,
-        beside=CODED_FP8,
+        second=CODED_FP8,
     ),
     _streamed("ExpertsDense", DENSE, RowRange(DENSE_EXPERTS, 3, 33)),
     _streamed(
-        "ExpertsDense12", DENSE, RowRange(DENSE_EXPERTS, 1, 321), rank=RANK_BESIDE + 1, beside=CODED
+        "ExpertsDense12", DENSE, RowRange(DENSE_EXPERTS, 1, 321), rank=RANK_BESIDE + 1, second=CODED
     ),
 )
 LINEAR: tuple[Kernel, ...] = (

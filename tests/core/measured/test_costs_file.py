@@ -46,6 +46,14 @@ BROKEN = {
 
 WHOLE = {"all_reduce": {2: ((4096, 1e-5), (8192, 2e-5))}}
 NAMED = {  # what a message must name, by change
+    "host[0][0]": {"host": [[0, 1.0]]},
+    "host[1][0]": {"host": [[2, 1.0], [1, 1.0]]},
+    "kernels.a.queue": {
+        "kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[1, 1, 1, 1]], "queue": 0}}
+    },
+    "kernels.a.lasting": {
+        "kernels": {"a": {"op": "x", "arithmetic": "y", "points": [[1, 1, 1, 1]], "lasting": "2"}}
+    },
     "date": {"date": None},
     "versions": {"versions": []},
     "versions.torch": {"versions": {"torch": 2}},

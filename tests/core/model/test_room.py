@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import (
-    beside_bytes,
     decode_bytes,
     needed_bytes,
     page_table_bytes,
     positions_of,
     saved_bytes,
+    second_form_bytes,
     step_bytes,
 )
 from ds_runtime.assembly.result import Assembly
@@ -35,6 +35,7 @@ from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.kv.budget import Room, kv_memory
 from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
+from ds_runtime.ops.kernel import Footprint
 from examples import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -64,7 +65,7 @@ def settled(model, device, **flags):
 
 
 def forms(assembly):
-    return beside_bytes(assembly.binding, assembly.config.dtype)
+    return second_form_bytes(assembly.binding, assembly.config.dtype)
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -276,12 +277,12 @@ def test_what_second_forms_of_experts_save(folder, tp, ep, more):
     """No kernel of experts that skips those of other parts has such a form yet: one that would."""
     made = settled(folder("v3"), "h200", load_format="dummy", tp=tp, ep=ep, **more)
     choices = [
-        (s, replace(k, footprint=replace(k.footprint, beside=0.75)) if s.op == "experts" else k)
+        (s, replace(k, footprint=Footprint(second_form=0.75)) if s.op == "experts" else k)
         for s, k in made.binding.choices
     ]
     binding = replace(made.binding, choices=tuple(choices), shares={})
     held = {s.shape[0] for s, _ in choices if s.op == "experts"}.pop()
     chosen = 8 / ep + held - 256 // ep  # of a token, with slots of shared experts
-    whole = beside_bytes(binding, made.config.dtype)["experts"] / 0.75
+    whole = second_form_bytes(binding, made.config.dtype)["experts"] / 0.75
     saved = saved_bytes(made.model, binding, made.config.dtype)["experts"]
     assert saved == pytest.approx(whole / 4 * chosen / held)

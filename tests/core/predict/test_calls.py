@@ -15,7 +15,7 @@ from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.predict.calls import Step, calls, crossed
 from ds_runtime_bench.shapes import config_of
 
-ASKED = ("pack", "state", "prepare", "quantizes", "gives_float32", "hold_beside", "serves")
+ASKED = ("pack", "state", "prepare", "quantizes", "gives_float32", "hold_second_form", "serves")
 PROMPT = 24
 
 

@@ -211,7 +211,15 @@ def test_plan_tells_steps_and_refuses_costs_of_another_device(tmp_path, capsys):
     assert "decode step, by requests with 64 cached tokens each: 1: " in out
     assert "prefill of 512 tokens" in out and "not measured" in out
     assert main([*plan, "--json"]) == 0
-    assert any("decode step" in line for line in json.loads(capsys.readouterr().out)["memory"])
+    told = json.loads(capsys.readouterr().out)
+    assert not any("decode step" in line for line in told["memory"])
+    for one in told["predicted"]["steps"]:
+        assert one["seconds"] == pytest.approx(sum(one["parts_seconds"].values()))
+        assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
+        assert one["not_measured"] and one["received_bytes"] == 0
+    said = told["predicted"]["notes"]
+    assert any("run ds-runtime tune host" in note for note in said)
+    assert not any(note in told["memory"] for note in said)
     assert main([*plan, "--cached-tokens", "0"]) == 1
     assert "--cached-tokens 0" in capsys.readouterr().err
 
@@ -252,9 +260,103 @@ def test_a_plan_of_v3_on_eight_ranks_tells_memory_wire_and_steps(tmp_path, capsy
     assert found[512] > 58 * 32 * 3 * 7168 * 2048 / 4e12 * 1e3
 
 
+HOST = ((1, 1e-3), (64, 3e-3), (512, 20e-3))
+
+
+@given(st.integers(1, 4096))
+def test_the_engines_own_work_grows_with_requests(requests):
+    made = costs(host=HOST)
+    found = made.on_the_host(requests)
+    assert found <= made.on_the_host(requests + 1) and costs().on_the_host(requests) == 0
+    if requests > 512:
+        assert found == pytest.approx(20e-3 * requests / 512)
+    assert made.on_the_host(64) == 3e-3 and made.on_the_host(288) == pytest.approx(11.5e-3)
+
+
+@pytest.mark.parametrize("queues", [True, False])
+def test_a_device_waits_for_the_host_where_it_is_slower(tmp_path, monkeypatch, queues):
+    """One that queues computes meanwhile; any other does nothing else."""
+    assembly = decided(written(tmp_path))
+    monkeypatch.setattr(type(assembly.platform), "asynchronous", queues)
+    slow = costs(launch=1e-9, host=((1, 1.0), (512, 1.0)))
+    plain = steps.predict(assembly, costs(launch=1e-9), steps.decode(8, 64))
+    found = steps.predict(assembly, slow, steps.decode(8, 64))
+    assert steps.HOST not in plain.by
+    assert found.seconds == pytest.approx(1.0 + (0 if queues else plain.seconds), rel=1e-3)
+    fast = costs(launch=1e-9, host=((1, 1e-12), (512, 1e-12)))
+    assert steps.predict(assembly, fast, steps.decode(8, 64)).seconds == pytest.approx(
+        plain.seconds
+    )
+
+
+def every_call(assembly, step, **more):
+    """Costs in which all calls of a step are measured."""
+    one = Point(512, 1e3, 1e9, 1e-3)
+    kernels = {c.name: KernelCost(c.op, "bfloat16", (one,), **more) for c in calls(assembly, step)}
+    return Costs(**{**_fields(costs()), "kernels": kernels})
+
+
+def test_calls_are_queued_as_long_as_was_measured(tmp_path, monkeypatch):
+    assembly = decided(written(tmp_path), disable_graph=True)
+    monkeypatch.setattr(type(assembly.platform), "asynchronous", True)
+    step = steps.decode(8, 64)
+    count = sum(call.count for call in calls(assembly, step))
+    found = steps.predict(assembly, every_call(assembly, step, queue=2.0), step)
+    assert found.seconds == pytest.approx(2.0 * count) and not found.unqueued
+    found = steps.predict(assembly, every_call(assembly, step), step)
+    assert {c.kernel.name for c in calls(assembly, step)} == found.unqueued
+
+
+def test_prompts_take_as_long_as_under_lasting_load(tmp_path):
+    """Of calls that multiply at a high rate; decode steps and other calls stay as they are."""
+    assembly = decided(written(tmp_path))
+    prompts, step = steps.prefill(512, 512), steps.decode(8, 64)
+    for one in (prompts, step):
+        plain = every_call(assembly, one)
+        slow = every_call(assembly, one, lasting=3.0)
+        before, found = (steps.predict(assembly, made, one) for made in (plain, slow))
+        assert not found.unlasting
+        busy = {
+            call.op
+            for call in calls(assembly, one)
+            if plain.multiplies(
+                work := call.work(call.rows),
+                "bfloat16",
+                plain.seconds(call.name, call.rows, work),
+            )
+        }
+        assert bool(before.unlasting) == (one is prompts)
+        for op in found.by:
+            times = 3.0 if one is prompts and op in busy else 1.0
+            assert found.by[op] <= before.by[op] * times * (1 + 1e-9), op
+            assert times == 1.0 or found.by[op] > before.by[op], op
+
+
+def test_a_call_far_above_all_measured_rows_is_called_a_guess(tmp_path):
+    assembly = decided(written(tmp_path))
+    few = steps.decode(8, 64)
+    made = every_call(assembly, few)  # of 512 rows
+    assert not steps.predict(assembly, made, steps.decode(1024, 64)).far
+    assert "reference" not in "".join(steps.predict(assembly, made, few).far)
+    assert steps.predict(assembly, made, steps.decode(4096, 64)).far
+
+
+def test_drafts_are_said_to_be_left_out(tmp_path, capsys):
+    folder = written(tmp_path, num_nextn_predict_layers=1)
+    path = tmp_path / "costs.json"
+    costs([Point(1, 1, 1, 1)], device=decided(folder).device.name).write(path)
+    plan = ["plan", "--model", str(folder), "--platform", "cpu", "--costs", str(path)]
+    assert main(plan) == 0
+    assert "are left out" not in capsys.readouterr().out
+    assert main([*plan, "--speculative-algorithm", "NEXTN"]) == 0
+    assert "drafts (NEXTN) are left out: these are steps of one token" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["host", "--requests", "0"], "--requests 0"),
+        (["host", "--out", "/nowhere/costs.json"], "cannot be read"),
         (["costs", "--seconds", "0"], "--seconds 0"),
         (["costs", "--rows", "0"], "--rows 0"),
         (["costs", "--op", "nothing"], "nothing"),

@@ -108,3 +108,14 @@ def test_no_size_takes_longer_than_a_larger_one(times):
     assert took == sorted(took)
     for size, one in made:
         assert one == min(t for s, t in times.items() if s >= size)
+
+
+def test_the_engines_work_is_added_to_a_file(own, capsys):
+    """By engines of this machine, without a device; and other costs stay."""
+    device, path = own
+    good(device).write(path)
+    assert main(["tune", "host", *CPU, "--requests", "1", "48"]) == 0
+    made = Costs.read(path)
+    assert [count for count, _ in made.host] == [1, 48] and made.kernels == good(device).kernels
+    assert 0 < made.host[0][1] <= made.host[1][1]
+    assert f"{path}: the engine's work on the host added" in capsys.readouterr().out

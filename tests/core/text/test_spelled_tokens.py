@@ -144,6 +144,58 @@ def test_one_beside_a_text_that_is_spelled_keeps_its_id(older, text):
     assert ours.token_id("<｜User｜>") not in found
 
 
+LETTERS = ("Ġ", "Ċ", "õ", "Ã", "Ġa", "!")  # of byte-level BPE, "!" as itself
+
+
+@pytest.fixture(scope="module")
+def lettered(bpe_folder):
+    """A tokenizer whose special tokens have the ids of bytes, or of pairs of them; and the same
+    without any added token."""
+    raw = json.loads((bpe_folder / "tokenizer.json").read_text())
+    vocab, merges = raw["model"]["vocab"], raw["model"]["merges"]
+    if "Ġa" not in vocab:
+        vocab["Ġa"] = max(vocab.values()) + 1
+        merges.append(["Ġ", "a"] if isinstance(merges[0], list) else "Ġ a")
+    bare = Backend.from_str(json.dumps({**raw, "added_tokens": []}))
+    backend = Backend.from_str(json.dumps(raw))
+    backend.add_special_tokens([AddedToken(text, special=True) for text in LETTERS])
+    assert all(backend.token_to_id(text) == vocab[text] for text in LETTERS)
+    return Tokenizer(backend, settings={}), bare
+
+
+@given(data=st.data())
+def test_bytes_are_no_control_tokens_whose_ids_they_have(lettered, spellings, data):
+    """A template's part stays as the library encodes it, and a client's as without such tokens."""
+    ours, bare = lettered
+    more = st.sampled_from([*LETTERS, "  ", " a", "\n", "\n\n", "õ", "ç", "<think>"])
+    text = "".join(data.draw(st.lists(spellings | more, max_size=12)))
+    assert of_text(ours, text) == bare.encode(text, add_special_tokens=False).ids
+
+
+@given(data=st.data())
+def test_bytes_around_control_tokens_stay_as_they_are(lettered, data):
+    ours, bare = lettered
+    plain = st.sampled_from([" ", "  ", " a", "a", "\n", "b \n", "ç"])
+    first, last = ("".join(data.draw(st.lists(plain, max_size=5))) for _ in range(2))
+    said = data.draw(st.sampled_from([*LETTERS[:-1], "<think>"]))
+    text = f"<｜User｜>{first}{{mark}}{said}{last}Ġç{first}"
+    ids = ours.encode(text.format(mark="\ue010"), mark="\ue010")
+
+    def without(text):
+        return bare.encode(text, add_special_tokens=False).ids
+
+    user, space = ours.token_id("<｜User｜>"), ours.token_id("Ġ")
+    assert ids == [user, *without(f"{first}{said}{last}"), space, *without(f"ç{first}")]
+
+
+@given(data=st.data())
+def test_bytes_of_such_tokens_are_the_library_s(lettered, data):
+    ours, _ = lettered
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=8))
+    text = ours.backend.decode(ids, skip_special_tokens=False)
+    assert b"".join(map(ours.token_bytes, ids)).decode(errors="replace") == text
+
+
 @EVERY_TEMPLATE
 @given(data=st.data())
 def test_no_client_s_text_makes_a_token_of_the_template(bpe, spellings, name, data):

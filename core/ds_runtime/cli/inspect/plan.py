@@ -95,6 +95,8 @@ def run(args: Namespace) -> int:
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.assembly.plan import render
     from ds_runtime.cli.inspect import wire
+    from ds_runtime.measured.found import costs_of
+    from ds_runtime.predict import step
 
     lacking = [name.strip() for name in args.without.split(",") if name.strip()]
     if lacking and args.device is None:
@@ -107,11 +109,16 @@ def run(args: Namespace) -> int:
     assembly = decided(config.tp)
     tell_left_out(assembly)
     cached = _cached(assembly, args.cached_tokens)
-    held = room.said(assembly)
-    if args.action == "show" and args.explain is None:
-        held += _predicted(assembly, args.costs, cached)
-    held += wire.said(assembly)
-    text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
+    held, predicted = room.said(assembly), list[str]()
+    crossing = wire.said(assembly)
+    whole = {**assembly.plan.to_dict(), "memory": held + crossing}
+    shows = args.action == "show" and args.explain is None
+    name = assembly.device.name
+    if shows and (costs := costs_of(assembly.plugins, name, args.costs)) is not None:
+        predicted = step.said(assembly, costs, cached)
+        whole["predicted"] = step.as_json(assembly, costs, cached)
+    held += predicted + crossing
+    text = json.dumps(whole, indent=1)
     if args.device is not None and args.action == "lock":
         check_fit(assembly, args.device, decided)
     if args.action == "lock":
@@ -138,15 +145,6 @@ def _cached(assembly: Assembly, given: int | None) -> int:
             f"--cached-tokens {given}: this model's context has {context} tokens; give at most that"
         )
     return given
-
-
-def _predicted(assembly: Assembly, named: str | None, cached: int) -> list[str]:
-    """What steps will take, where the costs of the device are known."""
-    from ds_runtime.measured.found import costs_of
-    from ds_runtime.predict import step
-
-    costs = costs_of(assembly.plugins, assembly.device.name, named)
-    return [] if costs is None else step.said(assembly, costs, cached)
 
 
 def _receipts(assembly: Assembly, args: Namespace) -> list[str]:

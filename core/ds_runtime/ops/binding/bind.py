@@ -60,8 +60,8 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield Fixable("does not skip experts of other ranks", "leave --ep out")
     if facts.deterministic and not kernel.promises.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
-    if kernel.footprint.beside and op.name in facts.crowded:
-        share = f"{kernel.footprint.beside:.0%}"
+    if kernel.footprint.second_form and op.name in facts.crowded:
+        share = f"{kernel.footprint.second_form:.0%}"
         yield f"holds an extra {share} of the weight, for which memory has no room"
     if facts.graph_capture and not kernel.promises.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")

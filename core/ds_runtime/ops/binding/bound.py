@@ -45,7 +45,7 @@ class ByRows:
         self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
         self._packing = shares.rest.rows.packing
         # `rest` holds its own form when it packs.
-        beside = [(k, one) for k, one in self._some if k.footprint.beside]
+        beside = [(k, one) for k, one in self._some if k.footprint.second_form]
         self._holding = [(k, one) for k, one in beside if k is not shares.rest]
         for method, parameters in op.parameters.items():
             if method != "pack":
@@ -61,7 +61,7 @@ class ByRows:
         packed: Packed = self._rest.pack(*source)
         if packed.tag == self._packing:
             for kernel, one in self._holding:
-                plain, packed = packed, one.hold_beside(packed)
+                plain, packed = packed, one.hold_second_form(packed)
                 if packed is plain:
                     _say_plain(kernel.name, tuple(packed.shape))
         return packed
@@ -77,7 +77,7 @@ class ByRows:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:
                 asked = kernel.rows.holds(rows) and method in (kernel.rows.methods or (method,))
-                if asked and (not kernel.footprint.beside or loaded.serves(rows, packed)):
+                if asked and (not kernel.footprint.second_form or loaded.serves(rows, packed)):
                     return loaded
         return self._rest
 

@@ -8,7 +8,6 @@ what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the 
 from __future__ import annotations
 
 import marshal
-import sys
 from collections.abc import Collection, Iterator
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
@@ -21,6 +20,7 @@ from importlib.metadata import Distribution
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path, PurePath
 
+from ds_runtime.plugins.lazy import top_of
 from ds_runtime.plugins.trust.imports_of import stray
 
 _HEADER = 16  # bytes of a .pyc file before its code
@@ -77,25 +77,13 @@ class _Specs(dict[str, ModuleSpec | None]):
     def __missing__(self, name: str) -> ModuleSpec | None:
         parent = name.rpartition(".")[0]
         if not parent:
-            found = _top(name)
+            found = top_of(name)
         elif (above := self[parent]) is None or not above.submodule_search_locations:
             found = None
         else:
             found = PathFinder.find_spec(name, above.submodule_search_locations)
         self[name] = found
         return found
-
-
-def _top(name: str) -> ModuleSpec | None:
-    """Where a process that has not imported it yet would find it."""
-    for finder in sys.meta_path:
-        try:
-            spec = finder.find_spec(name, None)
-        except (AttributeError, ImportError, ValueError):  # importing it says so
-            continue
-        if spec is not None:
-            return spec
-    return None
 
 
 def _other_bytecode(source: Path) -> str | None:

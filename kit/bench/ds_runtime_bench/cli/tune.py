@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from argparse import Namespace, _SubParsersAction
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ a file. `ds-runtime plan` predicts steps from it. No model is run. It takes abou
 COMM_ABOUT = """\
 Times the collectives of --ranks ranks of this machine, each on a device of its own, by kind and
 size, and adds them to a file of `tune costs`.
+"""
+HOST_ABOUT = """\
+Times what the engine itself does on the host for a decode step, by requests, and adds it to a file
+of `tune costs`. No device is used for it. It takes about a minute.
 """
 _COMM = ("platform", "plugins")  # collectives have bytes, and no threads of their own
 _COSTS = (*_COMM, "dtype", "threads")
@@ -51,6 +56,12 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     _common(comm, _COMM)
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     comm.set_defaults(run=run_comm)
+    host = kinds.add_parser("host", help="the engine's own work", description=HOST_ABOUT)
+    _common(host, _COMM)
+    host.add_argument(
+        "--requests", nargs="+", type=int, default=[], metavar="N", help="(default: 1 to 1024)"
+    )
+    host.set_defaults(run=run_host)
 
 
 def _common(parser: Any, flags: tuple[str, ...]) -> None:
@@ -79,7 +90,7 @@ def run_costs(args: Namespace) -> int:
     tuning = tune.Tuning(args.seconds, args.rows or tune.ROWS, tell)
     device = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16").device.name
     out = _file(args, device)
-    known = _known(out, device).collectives if out.exists() else {}
+    known = _known(out, device) if out.exists() else None
     if _replaces_more(args, out):
         raise ConfigError(f"{out}: holds costs; a part of them would replace all: give --out FILE")
     costs = None
@@ -93,7 +104,8 @@ def run_costs(args: Namespace) -> int:
             tuning.add(assembly, only)
             costs = tuning.costs()  # what is known so far, should this be stopped
             if costs.kernels:
-                costs.with_collectives(known).write(out)
+                kept = costs if known is None else costs.with_collectives(known.collectives)
+                replace(kept, host=() if known is None else known.host).write(out)
     if costs is None or not costs.kernels:
         raise ConfigError(
             "tune costs: no kernel could be timed; nothing was written. Give other --op or --rows"
@@ -187,4 +199,23 @@ def run_comm(args: Namespace) -> int:
         )
         print(f"{kind} of {args.ranks} ranks, µs: {said}")
     print(f"{out}: collectives of {args.ranks} ranks added; {_served(costs, args.ranks)}")
+    return 0
+
+
+def run_host(args: Namespace) -> int:
+    """Measure and add to the file."""
+    for count in args.requests:
+        if count < 1:
+            raise ConfigError(f"--requests {count}: must be at least 1")
+    config, explicit = build(EngineConfig, args)
+    from ds_runtime_bench.ops import host_steps, tune
+
+    assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
+    out = _file(args, assembly.device.name)
+    costs = _known(out, assembly.device.name)
+    found = host_steps.measure(args.requests or host_steps.REQUESTS)
+    replace(costs, host=found).write(out)
+    said = ", ".join(f"{count}: {seconds * 1e3:.2f}" for count, seconds in found)
+    print(f"the engine's work for a decode step, by requests, ms: {said}")
+    print(f"{out}: the engine's work on the host added")
     return 0

@@ -341,13 +341,14 @@ class Measurement:
             subject.note,
         )
 
-    def time(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Median seconds of a call: one by one, or by whole rounds where work is queued."""
+    def time(self, calls: Sequence[Callable[[], Any]], after: float = 0.0) -> float:
+        """Median seconds of a call: one by one, or by whole rounds where work is queued, then
+        after `after` seconds of such rounds."""
         for call in calls[:2]:
             call()
         self.platform.synchronize()
         if self.platform.asynchronous:
-            return self._rounds(calls)
+            return self._rounds(calls, after)
         times: list[float] = []
         begin = now = time.perf_counter()
         limit = begin + self.seconds
@@ -360,7 +361,7 @@ class Measurement:
                     break
         return statistics.median(times)
 
-    def _rounds(self, calls: Sequence[Callable[[], Any]]) -> float:
+    def _rounds(self, calls: Sequence[Callable[[], Any]], after: float) -> float:
         """Rounds over all calls, replayed from a recording where the device can: no host time."""
         many = list(calls) * -(-16 // len(calls))
 
@@ -375,6 +376,10 @@ class Measurement:
                 run = self.platform.graph_backend(0).capture(run)
             except Exception:  # not every kernel can be recorded: then host time counts
                 self.platform.synchronize()
+        limit = time.perf_counter() + after
+        while time.perf_counter() < limit:
+            run()
+            self.platform.synchronize()
         times: list[float] = []
         limit = time.perf_counter() + self.seconds
         while time.perf_counter() < limit or len(times) < _PASSES:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.measured.costs import Costs, KernelCost, Point
+from ds_runtime.measured.costs import Costs, KernelCost, Point, is_busy
 from ds_runtime.ops.contract import Kernel, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.predict.calls import APART, arithmetic, key, serving
@@ -35,6 +35,8 @@ SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step atten
 _DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
 _FEW = 1 << 10  # values of the smallest op
 _FLOOR_CALLS = 256
+LASTING = 2.0  # seconds of calls, after which a device has lowered its clock if it does
+_QUEUED = 16  # calls of which the host's time is taken, one by one
 _V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
 
 
@@ -61,6 +63,8 @@ LARGE = (
     Geometry("v3-slice", _V3, _BY_NUMBER, _EXPERTS),
     Geometry("v2-lite", _LITE, _BY_NUMBER, _EXPERTS),
     Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 384}, {}, _EXPERTS),
+    # No whole blocks, as --tp 2 cuts those of V2-Lite: other kernels multiply all rows of them.
+    Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 704}, {}, _EXPERTS),
 )
 _SMALL = {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}
 _SMALLER = {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}
@@ -94,6 +98,8 @@ class Tuning:
     def __init__(self, seconds: float, rows: Sequence[int], tell: Callable[[str], None]) -> None:
         self._seconds, self._rows, self._tell = seconds, tuple(rows), tell
         self._found: dict[str, tuple[str, str, list[Point]]] = {}
+        self._queues: dict[str, list[float]] = {}
+        self._lasting: dict[str, float] = {}
         self._first: Measurement | None = None
         self._floors: tuple[float, float, float] | None = None
 
@@ -157,6 +163,14 @@ class Tuning:
         dtype = arithmetic(kernel, group.facts.dtype)
         _, _, points = self._found.setdefault(key(kernel, method), (group.op, dtype, []))
         points.append(Point(rows, work.nbytes, work.flops, spent))
+        if measurement.platform.asynchronous:
+            name = key(kernel, method)
+            self._queues.setdefault(name, []).append(queued(measurement, subject.calls))
+            rate = measurement.ceilings.compute.get(dtype)
+            busy = rate is not None and is_busy(work.flops, rate, spent)
+            if busy and rows == max(self._rows) and name not in self._lasting:
+                later = measurement.time(subject.calls, LASTING)
+                self._lasting[name] = max(1.0, later / spent)
 
     def costs(self) -> Costs:
         """What was found, with the device's rates and floors."""
@@ -176,7 +190,13 @@ class Tuning:
             launch,
             replay,
             {
-                name: KernelCost(op, dtype, tuple(points))
+                name: KernelCost(
+                    op,
+                    dtype,
+                    tuple(points),
+                    statistics.median(self._queues[name]) if name in self._queues else None,
+                    self._lasting.get(name),
+                )
                 for name, (op, dtype, points) in sorted(self._found.items())
             },
         )
@@ -222,6 +242,18 @@ def _coded(timed: Timed, rows: int, plain: Subject) -> Subject | None:
         return lambda: kernel.apply_quantized(*codes, packed)
 
     return replace(plain, calls=[call(packed) for packed in timed.packed])
+
+
+def queued(measurement: Measurement, calls: Sequence[Callable[[], Any]]) -> float:
+    """Median seconds in which the host queues a call, to a device that waits for it."""
+    times = []
+    for n in range(_QUEUED):
+        measurement.platform.synchronize()
+        start = time.perf_counter()
+        calls[n % len(calls)]()
+        times.append(time.perf_counter() - start)
+    measurement.platform.synchronize()
+    return statistics.median(times)
 
 
 def floors(measurement: Measurement) -> tuple[float, float, float]:

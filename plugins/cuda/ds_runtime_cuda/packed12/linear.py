@@ -172,10 +172,10 @@ class _Dense12(ABC):
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         values = weight.dequantise(self.dtype).contiguous()
         held = {"weight": values}
-        return self.hold_beside(Packed(self.tag, weight.shape, held, values.nbytes, _restore))
+        return self.hold_second_form(Packed(self.tag, weight.shape, held, values.nbytes, _restore))
 
-    def hold_beside(self, packed: Packed) -> Packed:
-        """See Footprint.beside."""
+    def hold_second_form(self, packed: Packed) -> Packed:
+        """See Footprint.second_form."""
         coded = encode(packed.tensors["weight"], _PIN)
         if coded is None:
             return packed
@@ -207,7 +207,7 @@ class _Dense12(ABC):
 
     @abstractmethod
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Footprint.beside."""
+        """See Footprint.second_form."""
 
     @abstractmethod
     def _multiply(self, x: Tensor, coded: CodedDense, out: Tensor) -> None:
@@ -218,7 +218,7 @@ class LinearDense12(_Dense12):
     """For large weights, such as a head."""
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Footprint.beside."""
+        """See Footprint.second_form."""
         tile = self._tile(rows, packed.shape[0], packed.tensors["weight"].device)
         return tile is not None and _HELD in packed.tensors
 
@@ -236,7 +236,7 @@ class LinearFew12(_Dense12):
     """For others, and up to eight tokens."""
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Footprint.beside."""
+        """See Footprint.second_form."""
         fits = 0 < rows <= MOST_FEW and _few_bytes(rows, packed.shape[1]) <= _ON_CHIP_FEW
         return fits and _HELD in packed.tensors
 

@@ -1,0 +1,45 @@
+"""Whether a lazy "module:attr" names a module that is there. Nothing is imported for it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+
+def absent(path: str) -> str:
+    """What is wrong with the path, or "": a module that nobody has, or one that is imported and
+    lacks the attribute."""
+    module, _, attr = path.partition(":")
+    if (loaded := sys.modules.get(module)) is not None:
+        return "" if hasattr(loaded, attr) else f"module {module} has no {attr}"
+    return "" if _is_there(module) else f"there is no module {module}"
+
+
+def _is_there(module: str) -> bool:
+    """Whether an import would find it: its parents are looked for, not imported."""
+    *parents, _ = parts = module.split(".")
+    within: list[str] | None = None
+    for count in range(1, len(parts)):
+        found = sys.modules.get(name := ".".join(parts[:count])) or _find(name, within)
+        within = getattr(found, "__path__", None) or getattr(
+            found, "submodule_search_locations", None
+        )
+        if within is None:
+            return False
+    return _find(module, within if parents else None) is not None
+
+
+def _find(name: str, within: list[str] | None) -> ModuleSpec | None:
+    return top_of(name) if within is None else PathFinder.find_spec(name, list(within))
+
+
+def top_of(name: str) -> ModuleSpec | None:
+    """Where a process that has not imported it yet would find it."""
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, None)
+        except (AttributeError, ImportError, ValueError):  # importing it says so
+            continue
+        if spec is not None:
+            return spec
+    return None
