@@ -1,16 +1,20 @@
 """An agent: the model calls a tool, this script runs it, and the model answers.
 
 python examples/agent.py [URL]
+
+OPENAI_API_KEY is sent if the server has a key.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import os
 from typing import Any
 
 from openai import OpenAI
 
+KEY = os.environ.get("OPENAI_API_KEY", "none")
 WEATHER = {"Paris": "sunny, 21 degrees"}
 TOOLS: list[Any] = [
     {
@@ -33,13 +37,18 @@ def get_weather(city: str) -> str:
     return WEATHER.get(city, "unknown")
 
 
-def main(url: str = "http://127.0.0.1:30000", turns: int = 4) -> None:
+def main(url: str, turns: int = 4) -> None:
     """Asks until the model answers without a call, at most `turns` times."""
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        model = client.models.list().data[0].id
         for _ in range(turns):
             answer = client.chat.completions.create(
-                model="demo", messages=messages, tools=TOOLS, temperature=0, max_tokens=256
+                model=model,
+                messages=messages,
+                tools=TOOLS,
+                temperature=0,
+                max_tokens=256,
             )
             message: Any = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
@@ -53,4 +62,6 @@ def main(url: str = "http://127.0.0.1:30000", turns: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000", metavar="URL")
+    main(parser.parse_args().url)

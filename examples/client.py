@@ -1,20 +1,26 @@
 """Streams an answer from a server with the `openai` client.
 
 python examples/client.py [URL]
+
+OPENAI_API_KEY is sent if the server has a key.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import os
 
 from openai import OpenAI
 
+KEY = os.environ.get("OPENAI_API_KEY", "none")
 
-def main(url: str = "http://127.0.0.1:30000") -> None:
+
+def main(url: str) -> None:
     """Prints the answer as it comes."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        model = client.models.list().data[0].id
         stream = client.chat.completions.create(
-            model="demo",
+            model=model,
             messages=[{"role": "user", "content": "What is 123 + 456?"}],
             temperature=0,
             stream=True,
@@ -25,4 +31,6 @@ def main(url: str = "http://127.0.0.1:30000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000", metavar="URL")
+    main(parser.parse_args().url)

@@ -1,15 +1,19 @@
 """Asks for an answer that follows a JSON schema.
 
 python examples/schema.py [URL]
+
+OPENAI_API_KEY is sent if the server has a key.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import os
 
 from openai import OpenAI
 
+KEY = os.environ.get("OPENAI_API_KEY", "none")
 SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}},
@@ -18,11 +22,12 @@ SCHEMA = {
 }
 
 
-def main(url: str = "http://127.0.0.1:30000") -> None:
+def main(url: str) -> None:
     """Prints the object."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        model = client.models.list().data[0].id
         answer = client.chat.completions.create(
-            model="demo",
+            model=model,
             messages=[{"role": "user", "content": "What is 12 + 30?"}],
             temperature=0,
             response_format={
@@ -34,4 +39,6 @@ def main(url: str = "http://127.0.0.1:30000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000", metavar="URL")
+    main(parser.parse_args().url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -209,11 +211,11 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--prot=1"], "unknown flag --prot; did you mean '--port'?"),
         (["serve", "--dtype", "float23"], "did you mean 'float32'?"),
         (["serve", "--kv-mem", "1"], "unknown flag --kv-mem; did you mean '--kv-memory'?"),
-        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
         (["generate"], "required: prompt"),
-        (["bench"], "required: KIND"),
+        (["bench"], "KIND is missing: give one of one-batch, "),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
         (["plan", "dif"], "did you mean 'diff'?"),
         (["plan", "demo"], "'demo' is not one of show, lock, diff; a model is --model demo"),
@@ -225,6 +227,42 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
     code, out, err = run(capsys, *args)
     assert (code, out) == (2, "")
     assert said in err and "--help" in err and "Traceback" not in err
+
+
+def every_parser() -> list[argparse.ArgumentParser]:
+    """Those of all verbs and of the verbs below them."""
+    found: list[argparse.ArgumentParser] = [build_parser()[0]]
+    for parser in found:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += action.choices.values()
+    return found
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_a_word_is_no_number(parser: argparse.ArgumentParser, capsys: Capture) -> None:
+    """Of every flag of every verb: what argparse says of a type is in words of Python."""
+    for action in parser._actions:
+        if action.type is not None and action.option_strings:
+            flag = action.option_strings[0]
+            words = ["x"] * (action.nargs if isinstance(action.nargs, int) else 1)
+            with contextlib.suppress(SystemExit):
+                parser.parse_args([flag, *words])
+            err = capsys.readouterr().err
+            assert "invalid" not in err and "Traceback" not in err, err
+            if getattr(action.type, "__name__", "") in ("int", "float"):
+                assert flag in err and ("'x' is not a " in err), err
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_a_verb_that_needs_a_verb_names_them(
+    parser: argparse.ArgumentParser, capsys: Capture
+) -> None:
+    below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction) and a.required]
+    if below:
+        with pytest.raises(SystemExit):
+            parser.parse_args([])
+        assert ", ".join(below[0].choices) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

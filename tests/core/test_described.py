@@ -14,7 +14,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.platform.contract import Platform
-from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.described_devices import describe, described
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit import support
 
@@ -179,6 +179,16 @@ def test_a_plan_for_a_device_that_is_not_here(acme):
         chosen[without] = row
         assert any("not safe under graph capture: " in c[3] for c in assembly.plan.changes)
     assert chosen == {(): "acme.silu_mul", ("acme_lib.silu",): "reference.silu_mul"}
+
+
+def test_a_device_is_found_by_the_name_that_plans_print_and_drivers_use():
+    plugins = load_plugins()
+    for name, platform in described(plugins):
+        for said in (platform.info().name, platform.info().name.upper()):
+            assert describe(plugins, said).info().name == platform.info().name, name
+    for said, near in (("NVIDIA H100 PCIe", "h100"), ("AMD MI300X VF", "mi300x")):
+        with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+            describe(plugins, said)
 
 
 def test_the_command_says_what_the_device_is_taken_to_be(capsys):

@@ -59,6 +59,36 @@ def test_a_command_of_a_page_is_a_command(page: Path, words: list[str]) -> None:
         parser.parse_args(words)
 
 
+UNQUOTED = re.compile(r"pip install [^\"'`\n]*\[")  # zsh takes brackets for a pattern
+SAYING = [
+    *PAGES,
+    *ROOT.glob("k*/**/*.tmpl"),
+    *ROOT.glob("k*/**/.github/**/*.tmpl"),
+    *(p for root in ("core", "kit", "plugins") for p in ROOT.glob(f"{root}/**/*.py")),
+]
+
+
+def test_extras_are_quoted_wherever_pip_is_named() -> None:
+    texts = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in SAYING}
+    assert sum("pip install" in text for text in texts.values()) > 20
+    assert [name for name, text in texts.items() if UNQUOTED.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("pip install -e .[test]", True),
+        ("pip install ds-runtime[cpu]", True),
+        ('pip install -e ".[test]"', False),
+        ("pip install 'a[b]' && x", False),
+        ("`pip install ./a` and [link](x)", False),
+        ("pip install a\n[x]", False),
+    ],
+)
+def test_an_unquoted_extra_is_found(line: str, wrong: bool) -> None:
+    assert bool(UNQUOTED.search(line)) == wrong
+
+
 def free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -162,10 +162,49 @@ def test_every_decision_is_a_numbered_record_in_the_index() -> None:
         assert f"[{record.name[:3]}]({record.name}): {title[4:]}." in index
 
 
-def test_the_glossary_is_in_order() -> None:
+def glossary() -> list[str]:
+    """The words of docs/glossary.md, each as its row begins."""
     page = (ROOT / "docs/glossary.md").read_text()
-    words = re.findall(r"^\| ([\w ()-]+?) \| (?!means)", page, re.MULTILINE)
+    return re.findall(r"^\| ([\w ,()-]+?) \| (?!means)", page, re.MULTILINE)
+
+
+def test_the_glossary_is_in_order() -> None:
+    words = glossary()
     assert len(words) >= 40 and words == sorted(words) and len(words) == len(set(words))
+
+
+PLAIN = {"return", "raise"}  # in italics as words, not as terms of our own
+TERM = re.compile(r"(?<![\w*])\*([a-z][^*\n`]{1,29})\*(?![\w*])")
+
+
+def terms(page: str) -> set[str]:
+    """The words in italics of a page, outside code: a page introduces a word of its own so."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.DOTALL)
+    return {t for t in TERM.findall(text) if not t.endswith((".", "!", "?"))}
+
+
+def test_words_in_italics_are_in_the_glossary() -> None:
+    known = {w for row in glossary() for w in re.sub(r" \(.*\)", "", row).split(", ")}
+    known |= {f"{w}s" for w in known}
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    found = {(t, p.name) for p in pages for t in terms(p.read_text())}
+    assert len({t for t, _ in found}) >= 10
+    assert not {(t, p) for t, p in found if t not in known | PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("A *gate* is.", {"gate"}),
+        ("| *own bits* |", {"own bits"}),
+        ("**bold** and 2 * 3 * 4", set()),
+        ("`*code*` and ```\n*code*\n```", set()),
+        ("* item\n* item", set()),
+        ("a *whole sentence.*", set()),
+    ],
+)
+def test_terms_of_a_page(page: str, found: set[str]) -> None:
+    assert terms(page) == found
 
 
 def test_the_release_checklist_installs_what_it_built() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -41,13 +43,38 @@ def test_the_offline_example_answers(capsys: pytest.CaptureFixture[str]) -> None
     assert len(out.splitlines()) >= 3
 
 
+def ask(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *args]
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100
+    )
+
+
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_client_prints_its_answer(
-    name: str, url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runpy.run_path(str(EXAMPLES / name))["main"](url)
-    out = capsys.readouterr().out
-    assert re.fullmatch(CLIENTS[name], out), out
+def test_a_client_prints_its_answer(name: str, url: str) -> None:
+    done = ask(name, url)
+    assert re.fullmatch(CLIENTS[name], done.stdout), done
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[str]:
+    """Another model under a name of its own, with a key."""
+    flags = ("--context-length", "2048", "--api-key", "secret", "--served-model-name", "mine")
+    with serving("demo-v4", *flags) as server:
+        yield server.wait_url()
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_client_asks_whatever_is_served(name: str, guarded: str) -> None:
+    done = ask(name, guarded, OPENAI_API_KEY="secret")
+    assert re.fullmatch(CLIENTS[name], done.stdout), done
+    assert "the API key is missing or wrong" in ask(name, guarded, OPENAI_API_KEY="no").stderr
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_client_has_help(name: str) -> None:
+    done = ask(name, "--help")
+    assert done.returncode == 0 and "URL" in done.stdout and "OPENAI_API_KEY" in done.stdout
 
 
 def test_the_plugin_serves_its_op(monkeypatch: pytest.MonkeyPatch) -> None:

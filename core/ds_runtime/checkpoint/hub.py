@@ -41,7 +41,7 @@ def resolve_model(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"--model {name}: no such folder; give a checkpoint folder, a hub id like "
-            f"deepseek-ai/DeepSeek-V2-Lite, or {' or '.join(map(repr, EMBEDDED))}"
+            f"deepseek-ai/DeepSeek-V2-Lite, or one of {', '.join(map(repr, EMBEDDED))}"
         )
     return _from_hub(name)
 
@@ -76,9 +76,9 @@ def _from_hub(name: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as e:
-        raise CheckpointError(
-            f"--model {name}: {here}, and the download failed ({type(e).__name__}: {e}); {command}"
-        ) from e
+        said = str(e).strip().partition("\n")[0].rstrip(".:")  # the hub's errors are paragraphs
+        failed = f"the download failed ({type(e).__name__}: {said})"
+        raise CheckpointError(f"--model {name}: {here}, and {failed}; {command}") from e
     if lacking := _missing_shards(folder):  # without a network this may be the cache again
         raise CheckpointError(f"--model {name}: {lacking}; {command}")
     return folder

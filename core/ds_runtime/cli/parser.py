@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from ds_runtime.cli.help import add_help_all, short
 from ds_runtime.config.spelling import hyphenated
 
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+
 
 def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'serve'?`, or nothing when nothing is near."""
@@ -38,8 +40,22 @@ class Parser(argparse.ArgumentParser):
         hint = near(str(value), map(str, action.choices))
         raise argparse.ArgumentError(action, f"{value!r} is not one of {known}{hint}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as e:
+            wanted = _NUMBERS.get(getattr(action.type, "__name__", ""))
+            if wanted is None or not e.message.startswith("invalid "):
+                raise
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {wanted}") from None
+
     def error(self, message: str) -> NoReturn:
         """Exit 2 with one line and where to read on, instead of the whole usage."""
+        for action in self._actions:
+            below = isinstance(action, argparse._SubParsersAction)
+            if below and message.endswith(f"are required: {action.metavar}"):
+                known = ", ".join(action.choices or ())
+                message = f"{action.metavar} is missing: give one of {known}"
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
     def parse_known_args(  # type: ignore[override]

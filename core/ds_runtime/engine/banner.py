@@ -86,7 +86,7 @@ def op_lines(assembly: Assembly) -> list[str]:
         if not kernels:
             continue  # said with the op's first row
         said = ", ".join(f"{k} ×{n}" if len(kernels) > 1 else k for k, n in kernels.items())
-        lines.append(f"{'op':<10}{row.op:<16}{said}")
+        lines.append(f"{'op':<10}{row.op:<21} {said}")
     return lines
 
 

@@ -77,7 +77,7 @@ class DescribedPlatform(Platform):
 
 
 def describe(plugins: Plugins, wanted: str, without: Iterable[str] = ()) -> DescribedPlatform:
-    """The platform of a described device, by its name or architecture.
+    """The platform of a described device, by its name, architecture or the name that plans print.
 
     `without`: features, such as libraries, that it is to lack. Raises ConfigError for an unknown
     device or a feature that it has not, PluginError for a plugin's broken file.
@@ -85,11 +85,12 @@ def describe(plugins: Plugins, wanted: str, without: Iterable[str] = ()) -> Desc
     found = dict(described(plugins))
     for name, platform in found.items():
         info = platform.info()
-        if wanted.lower() in (name, info.arch):
+        if wanted.lower() in (name, info.arch, info.name.lower()):
             lacking = _lacking(info, tuple(without))
             return DescribedPlatform(platform.properties(), lacking, platform.unrun)
     known = sorted({*found, *(p.info().arch for p in found.values())})
-    near = difflib.get_close_matches(wanted.lower(), known, n=1)
+    near = [k for k in known if k in wanted.lower().split()]  # a driver's own name has more words
+    near = near or difflib.get_close_matches(wanted.lower(), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
     if not near:
         hint += "; --platform names a platform that is here"

@@ -17,9 +17,11 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 
+from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.hub import EMBEDDED, text_folder
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.description.adapter import AdapterSpec
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.app import create_app
@@ -62,6 +64,8 @@ def front_end(
     _warn_open(server_config, sock)
     name = engine_config.model
     where = text_folder(folder, engine_config.load_format)
+    if not part_of(where, "tokenizer.json").exists():
+        load_config(folder)  # a folder that is no checkpoint says so before it lacks a tokenizer
     text = closed.enter_context(
         contextlib.closing(Text(where, folder, name, engine_config.chat_template))
     )

@@ -56,6 +56,30 @@ def test_a_snapshot_that_lacks_a_shard_is_not_served(cache: Path) -> None:
     assert resolve_model("a/b") == folder
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("No such repository.\n\nRequest id: 1\nPlease log in.", "(OSError: No such repository)"),
+        ("\nIt failed:\n more", "(OSError: It failed)"),
+        ("", "(OSError: )"),
+    ],
+)
+def test_a_failed_download_is_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    ours = huggingface_hub.snapshot_download
+
+    def download(name: str, **kwargs: object) -> str:
+        if "local_files_only" in kwargs:
+            return ours(name, **kwargs)  # type: ignore[arg-type]
+        raise OSError(text)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError) as raised:
+        resolve_model("a/b")
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_what_is_not_cached_names_the_command(cache: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not in the local cache.*hf download a/b"):
         resolve_model("a/b")

@@ -23,8 +23,9 @@ from server_harness import until
 from ds_runtime import hookimpl
 from ds_runtime.checkpoint.hub import EMBEDDED
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.engine.process.transport import ipc
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.plugins import manager as plugins
 from ds_runtime.server import front as front_module
 from ds_runtime.server import serve as serve_module
@@ -103,6 +104,28 @@ def test_sigterm_while_loading_and_with_a_stubborn_engine(bpe_folder, mode):
         assert process.wait(15) == 0
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "config.json: not found; --model takes a folder with config.json"),
+        ("{broken", "is not valid JSON"),
+        ('{"architectures": ["MistralForCausalLM"]}', "MistralForCausalLM"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "LlamaForCausalLM"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_says_so_first(tmp_path, config, said):
+    """Before it lacks a tokenizer, as `plan` says it."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with started(tmp_path) as process:
+        assert process.wait(30) == 2
+        err = process.stderr.read().splitlines()[-1]  # the harness's engine has its own before
+    assert said in err and "no tokenizer.json" not in err
+    with pytest.raises((CheckpointError, UnsupportedError)) as raised:
+        load_config(tmp_path)
+    assert err.endswith(str(raised.value))
 
 
 class Told:

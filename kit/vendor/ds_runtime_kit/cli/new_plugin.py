@@ -48,6 +48,6 @@ def run(args: Namespace) -> int:
     taken = load_plugins(lenient=True).reports
     folder = write_plugin(args.name, Path(args.into), taken, args.kind)
     print(f"{folder} written; next:")
-    print(f"  pip install -e {folder}[test] && pytest {folder}")
+    print(f'  pip install -e "{folder}[test]" && pytest {folder}')
     print(f"  {KINDS[args.kind].format(name=args.name)}")
     return 0
