@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.hand import LOST, Hands
+from ds_runtime.kv.tiers.hand import LOST, Ended, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
@@ -63,6 +63,7 @@ class Disk:
         self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
         self._writing: dict[Future[int], _Writing] = {}
         self._reading: dict[Future[int], _Bringing] = {}
+        self._ended = Ended()  # of these
         self._fetches: list[Fetch] = []
         self._late = False  # somebody has waited for longer than is waited for
         self._told = False
@@ -96,8 +97,8 @@ class Disk:
 
     def go_on(self, seconds: float) -> None:
         """Nothing else is to be done: wait a little for what is on its way."""
-        if under_way := [*self._writing, *self._reading]:
-            self._hands.wait(under_way, seconds)
+        if self._writing or self._reading:
+            self._hands.wait(self._ended, seconds)
         self.poll(idle=True)
 
     def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
@@ -143,6 +144,7 @@ class Disk:
                 break
             future = self._hands.read(kind, slot, name)
             self._reading[future] = _Bringing(_Writing(slots, kind, slot, name), [made], keep)
+            self._ended.watch(future)
             made.left += 1
         made.done = not made.left
         if not made.done:
@@ -167,16 +169,19 @@ class Disk:
         waited for; seconds: to wait for a file."""
         self._hands.poll(idle)
         if self._reading and seconds:
-            self._hands.wait(self._reading, seconds)
-        for read in [one for one in self._reading if one.done()]:
-            self._take(self._reading.pop(read), read.result())
-        for written in [one for one in self._writing if one.done()]:
-            one = self._writing.pop(written)
-            one.slots.let(one.slot)
-            self.bytes_written += max(0, written.result())
+            self._hands.wait(self._ended, seconds)
+        for future in self._ended.take():
+            if (read := self._reading.pop(future, None)) is not None:
+                self._take(read, future.result())
+            else:
+                one = self._writing.pop(future)
+                one.slots.let(one.slot)
+                self.bytes_written += max(0, future.result())
         self._catch_up()
         for one in self._noted:
-            self._writing[self._hands.write(one.kind, one.slot, one.name)] = one
+            future = self._hands.write(one.kind, one.slot, one.name)
+            self._writing[future] = one
+            self._ended.watch(future)
         self._noted = []
         now = time.monotonic()
         for fetch in self._fetches:
@@ -207,7 +212,7 @@ class Disk:
         until = time.monotonic() + seconds
         self.poll(idle=True)
         while self.left and (left := until - time.monotonic()) > 0:
-            self._hands.wait(self._writing, min(left, 1.0))
+            self._hands.wait(self._ended, min(left, 1.0))
             self.poll(idle=True)
         return not self.left
 

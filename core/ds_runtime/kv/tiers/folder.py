@@ -118,10 +118,13 @@ class DiskFolder:
             with open(os.open(path, _READ), "rb", buffering=0) as file:
                 right = os.fstat(file.fileno()).st_size == len(head) + nbytes
                 right = right and _fill(file.fileno(), [memoryview(head), *parts])
+                if right and bytes(head) == _HEAD.pack(
+                    _MAGIC, VERSION, _checksum(parts), name, nbytes
+                ):
+                    os.utime(file.fileno())  # it is among the last to leave
+                    return os.fstat(file.fileno()).st_nlink > 0  # nobody has deleted it meanwhile
         except OSError:
             return False
-        if right and bytes(head) == _HEAD.pack(_MAGIC, VERSION, _checksum(parts), name, nbytes):
-            return self._used(path)
         self.forget(name, kind)
         return False
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -22,6 +23,35 @@ LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
+
+
+class Ended:
+    """Futures that have ended. Any thread ends one, a single thread takes them.
+
+    Who asks each of thousands whether it has ended holds the interpreter's lock, which the threads
+    need that read these files.
+    """
+
+    def __init__(self) -> None:
+        self._ended = deque[Future[int]]()
+        self._some = threading.Event()
+
+    def watch(self, future: Future[int]) -> None:
+        """It is taken once, after its end."""
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Future[int]) -> None:
+        self._ended.append(future)
+        self._some.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether one has ended since the last `take`, or during it; waits so long at most."""
+        return self._some.wait(seconds)
+
+    def take(self) -> list[Future[int]]:
+        """All that have ended by now."""
+        self._some.clear()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
 
 class SlotMemory(Protocol):
@@ -52,8 +82,8 @@ class Hands(Protocol):
         """Continue. finish: wait for copies."""
         ...
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
-        """Return once one of these is done, or after so long."""
+    def wait(self, ended: Ended, seconds: float) -> None:
+        """Return once one of those that it watches has ended, or after so long."""
         ...
 
     def close(self, leaves: bool = False) -> None:
@@ -67,7 +97,7 @@ class Hands(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A file, once the copies up to number `after` have ended."""
 
@@ -126,7 +156,7 @@ class DiskHand:
     ) -> None:
         self.folder, self._memory = folder, memory
         self._writes, self._part = writes, part
-        self._waiting: list[_Waiting] = []
+        self._waiting = deque[_Waiting]()  # in the order of the copies that they wait for
         self._closing = threading.Event()
         self._writer = FileThreads(1, "disk cache, writing")
         self._readers = FileThreads(_READERS, "disk cache, reading")
@@ -173,8 +203,8 @@ class DiskHand:
     def forget(self, name: bytes, kinds: Collection[str]) -> None:
         """As Hands."""
         gone = [w for w in self._waiting if w.writes and w.name == name and w.kind in kinds]
-        self._waiting = [one for one in self._waiting if one not in gone]
         for one in gone:
+            self._waiting.remove(one)
             one.future.set_result(0)
         own = self._own(name)
         for kind in kinds:
@@ -190,14 +220,12 @@ class DiskHand:
         if not self._waiting:
             return
         ended = self._memory.ended(finish)
-        due = [one for one in self._waiting if one.after <= ended]
-        self._waiting = [one for one in self._waiting if one.after > ended]
-        for one in due:
-            one.begin()
+        while self._waiting and self._waiting[0].after <= ended:
+            self._waiting.popleft().begin()
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
+    def wait(self, ended: Ended, seconds: float) -> None:
         """As Hands."""
-        wait(some, seconds, FIRST_COMPLETED)
+        ended.wait(seconds)
 
     def close(self, leaves: bool = False) -> None:
         """As Hands."""
