@@ -181,7 +181,10 @@ def test_what_waits_costs_the_same_however_many_files_are_read(tmp_path, who):
                 follower.take(DiskJob(number=number, name=name, **job))
         if who == "disk":
             names = [number.to_bytes(32, "big") for number in range(count)]
-            disk.fetch([(slots, "page", name, partial(slots.adopt, name)) for name in names])
+            wanted = [(slots, "page", name, partial(slots.adopt, name)) for name in names]
+            fetch = disk.fetch([], lambda _: wanted)
+            while fetch.left < count:
+                disk.poll(seconds=1)
 
         def count_it(frame, event, arg):
             nonlocal made

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -22,6 +22,7 @@ from ds_runtime.kv.tiers.folder import DiskFolder
 LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
+_FORGETS = 1.0  # seconds that a step waits until a file is deleted
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
 
 
@@ -75,7 +76,8 @@ class Hands(Protocol):
         ...
 
     def forget(self, name: bytes, kinds: Collection[str]) -> None:
-        """Delete files, also those that are being written."""
+        """Delete files, also those that are being written. Nobody here reads them from now on, and
+        no other process unless the disk takes longer than a second to delete one."""
         ...
 
     def poll(self, finish: bool = False) -> None:
@@ -160,6 +162,8 @@ class DiskHand:
         self._closing = threading.Event()
         self._writer = FileThreads(1, "disk cache, writing")
         self._readers = FileThreads(_READERS, "disk cache, reading")
+        self._eraser = FileThreads(1, "disk cache, deleting")
+        self._gone: dict[tuple[bytes, str], Future[int]] = {}  # what is to be deleted first
 
     @property
     def stopped(self) -> str:
@@ -183,10 +187,13 @@ class DiskHand:
     def read(self, kind: str, slot: int, name: bytes) -> Future[int]:
         """As Hands."""
         own, future = self._own(name), Future[int]()
+        erased = self._gone.get((own, kind))
 
         def read() -> int:
             parts = self._memory.parts(kind, slot)
-            if self._closing.is_set() or not self.folder.read(own, kind, parts):
+            if self._closing.is_set() or (erased is not None and not erased.done()):
+                return LOST
+            if not self.folder.read(own, kind, parts):
                 return LOST
             return sum(part.nbytes for part in parts)
 
@@ -207,9 +214,12 @@ class DiskHand:
             self._waiting.remove(one)
             one.future.set_result(0)
         own = self._own(name)
+        self._gone = {one: erased for one, erased in self._gone.items() if not erased.done()}
         for kind in kinds:
-            self.folder.forget(own, kind)  # nobody reads it from now on
-            self._writer.submit(partial(self._forget, own, kind))  # nor what is being written
+            erase = partial(self._forget, own, kind)
+            self._gone[own, kind] = self._eraser.submit(erase)
+            self._writer.submit(erase)  # nor is there later what is being written
+        wait([self._gone[own, kind] for kind in kinds], _FORGETS)
 
     def _forget(self, own: bytes, kind: str) -> int:
         self.folder.forget(own, kind)
@@ -232,6 +242,7 @@ class DiskHand:
         self._closing.set()
         self.poll(finish=True)
         self._readers.drop(LOST)
+        self._eraser.close(_FORGETS)
         if leaves:
             self._writer.drop(0)
         self._writer.close(0.0 if leaves else None)
