@@ -136,10 +136,10 @@ class Disk:
                 self._noted.append(one)
 
     def fetch(self, sought: Iterable[Sought], finding: Finding) -> Fetch:
-        """Have files read. sought: pages in a prompt's order, which another thread draws. finding:
-        what to read, once it is known how many of these can be had: (slots to take one of, kind,
-        name, what to do with a slot once it is filled). As many are read as there are slots for,
-        and none while the disk hangs."""
+        """Have files read, as many as there are slots for, and none while the disk hangs. sought:
+        pages in a prompt's order, which another thread draws. finding: what to read, once it is
+        known how many of these can be had. A tuple for each: (slots to take one of, kind, name,
+        what to do with a slot once it is filled)."""
         made = Fetch(time.monotonic() + LONGEST)
         if not (self._late and self._is_asked):
             future = self._looker.submit(partial(self.folder.reach, sought))

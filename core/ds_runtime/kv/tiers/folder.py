@@ -42,7 +42,7 @@ Whoever reads them can find out much of it. They may be deleted at any time.
 
 class Sought(NamedTuple):
     """A page that a prompt has, in the order of the prompt. page, state: whether it is known
-    already that it can be had, and that a request can continue behind it."""
+    already that it can be had, and that a request can continue after it."""
 
     name: bytes
     page: bool
@@ -99,7 +99,7 @@ class DiskFolder:
         return _is_plain(self._path(name, kind))
 
     def reach(self, sought: Iterable[Sought]) -> int:
-        """How many of a prompt's pages, from the first on, a request can continue behind."""
+        """How many of a prompt's pages, from the first on, a request can continue after."""
         last = 0
         for count, one in enumerate(sought, 1):
             if not (one.page or self.has(one.name, "page")):

@@ -274,7 +274,7 @@ class HostTier:
         return self.disk.fetch(sought(), lambda count: self._finding(names[:count], above))
 
     def _finding(self, names: Sequence[bytes], above: bytes) -> list[Wanted]:
-        """What has to be read for a request to continue behind these, which begin after `above`."""
+        """What has to be read for a request to continue after these, which begin after `above`."""
         wanted = list[Wanted]()
         for name in names:
             if not self.pages.touch(name):
