@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,8 +10,12 @@ from test_graphs import recorded  # noqa: F401 (a fixture)
 from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.estimate import activation_bytes
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Absorbing
+from ds_runtime.engine.schedule.absorbing import most_absorbed
 from ds_runtime_kit.models.answers import check_float32
+from peak import peak
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
 PARAMS = SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
@@ -52,6 +57,42 @@ def test_every_chunk_behind_every_beginning(checkpoints, shape, prefix):
     assert absorbed == sum(due) and due
     assert prefix != 16 or len(due) < len(lengths), "long chunks expand short beginnings"
     check(oracle, outputs)
+
+
+WIDE = {"hidden_size": 512, "num_attention_heads": 32, "num_key_value_heads": 32}
+WIDE |= {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize("beside", [0, 40])
+def test_memory_is_kept_for_as_many_as_there_may_be(checkpoints, tmp_path, monkeypatch, beside):
+    """By what torch allocates in the steps: of absorbed chunks alone, and beside a whole prompt."""
+    (folder, _), draw, steps = checkpoints("v2-lite"), random.Random(5), list[tuple[int, int]]()
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **WIDE}))
+    given = {**SETTINGS, "load_format": "dummy", "max_running_requests": 8}
+    given |= {"max_step_tokens": 256, "prefix_chunk": 64}
+    prefix, *others = [[draw.randrange(2, 128) for _ in range(n)] for n in (192, *[32] * 8)]
+    launch = Runner.launch
+
+    def launched(runner, plan):
+        handles = []
+        took = peak(lambda: handles.append(launch(runner, plan)))
+        steps.append((sum(work.length for work in plan.works if work.absorbed), took))
+        return handles[0]
+
+    with LLM(tmp_path, **given) as llm:
+        llm.generate(prefix, SamplingParams(max_tokens=1))
+        runner = llm._alive().runner
+        monkeypatch.setattr(Runner, "launch", launched)
+        prompts = [prefix + other for other in others]
+        prompts += [[3] * beside] if beside else []
+        llm.generate(prompts[-8:], SamplingParams(max_tokens=1))
+        absorbed = most_absorbed(runner.assembly, runner.bound.stateful.values(), 256)
+    assert absorbed == 256, "as many as a step has"
+    found, took = max(steps)
+    assert found == 32 * (8 if not beside else 7)
+    said = activation_bytes(runner.assembly, absorbed)
+    assert activation_bytes(runner.assembly) < took <= 1.01 * said, "expanding takes less"
 
 
 @pytest.mark.parametrize("more", [{}, {"max_itl": 5.0}, {"tp": 2}])

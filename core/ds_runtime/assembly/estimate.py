@@ -139,32 +139,39 @@ def sparse_bytes(assembly: Assembly) -> int:
     return rows * width * 4 + chosen + _workspace(assembly, groups)
 
 
-def activation_bytes(assembly: Assembly) -> int:
+def activation_bytes(assembly: Assembly, absorbed: int = 0) -> int:
     """About what the widest moment of a step of `max_step_tokens` holds besides weights and caches.
     It is four hidden states, twice all residual streams if there are several, and what attention, a
     dense layer or the experts have at once, in the compute dtype. Experts: of every pair of a token
     and an expert a row in, a row out, gate | up and their product. Attention: queries, keys and
-    values of all heads, and those of a chunk of cached tokens; with --batch-invariant queries as
-    they come and absorbed, and attended latents. What sparse attention holds is `sparse_bytes`.
+    values of all heads, and those of a chunk of cached tokens. Of tokens that are absorbed it is
+    queries as they come, rotated and absorbed, and attended latents. That is all tokens with
+    --batch-invariant, else `absorbed` at most. What sparse attention holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
+    most = config.max_step_tokens
     if config.batch_invariant:  # nothing is expanded
-        return step_bytes(assembly, config.max_step_tokens, config.max_step_tokens)
+        return step_bytes(assembly, most, most)
     expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
     cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
-    return step_bytes(assembly, config.max_step_tokens, config.max_step_tokens) + cached
+    found = step_bytes(assembly, most, most) + cached
+    return max(found, step_bytes(assembly, most, most, absorbed)) if absorbed else found
 
 
-def step_bytes(assembly: Assembly, tokens: int, every: int) -> int:
-    """The same of a step that expands no cached tokens. tokens: of this rank's sequences; every:
-    those that go through what the ranks divide by width."""
+def step_bytes(assembly: Assembly, tokens: int, every: int, absorbed: int = 0) -> int:
+    """The same of a step that expands no cached tokens. tokens: of this rank's sequences;
+    absorbed: those of them that are, all with --batch-invariant; every: those that go through what
+    the ranks divide by width."""
     dims = assembly.facts.dims
     head, heads, hidden = dims["qk_nope"] + dims["qk_rope"], dims["heads"], dims["hidden"]
-    attention = heads * (head + dims["v"]) + heads * (dims["qk_nope"] + dims["v"])
-    if assembly.config.batch_invariant:  # queries, the same absorbed, and latents
-        attention = heads * (head + 2 * dims["kv_lora"] + dims["qk_rope"])
+    queries = heads * (head + dims["v"])  # and what they have attended
+    attention = tokens * (queries + heads * (dims["qk_nope"] + dims["v"]))
+    absorbed = tokens if assembly.config.batch_invariant else absorbed
+    if absorbed:  # queries, their rotated part, the same absorbed, and latents
+        attention = absorbed * heads * (head + 2 * (dims["kv_lora"] + dims["qk_rope"]))
+        attention += (tokens - absorbed) * queries
     experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
-    widest = max(tokens * attention, every * 3 * dims["intermediate"], every * experts)
+    widest = max(attention, every * 3 * dims["intermediate"], every * experts)
     streams = 2 * dims.get("streams", 0)  # in front of a sublayer, and behind it
     return (tokens * (4 + streams) * hidden + widest) * ITEM_BYTES[assembly.config.dtype]
 

@@ -275,6 +275,7 @@ class Attention:
             assert selection.decode is not None
             slots = selection.decode.chosen
             attended = self.ops.sparse_decode(absorbed, cache, slots, self.kv_lora, self.scale)
+        del absorbed  # the widest of a step, where no caller holds it
         return self.kv_b.apply_v(attended, adapters)
 
     def _prefill(

@@ -71,7 +71,8 @@ class PageCopies(Protocol):
 
 @dataclass(slots=True)
 class _Queued:
-    """Copying, on a stream beside others. held: what its copies read or write, by layer."""
+    """Copying, on a stream beside others. held: the caches, host memory and numbers of blocks that
+    its copies read or write, by layer."""
 
     runtime: Any
     device: torch.device
@@ -106,6 +107,10 @@ class _Ended:
 class TorchPageCopies:
     """PageCopies over torch: on a side stream, where torch has streams for the device, with host
     memory that is page-locked; elsewhere plain copies.
+
+    A layer's blocks lie on the device once more, as its layout exports them, and no longer than
+    until the next layer's do. Torch gives memory that was taken on a stream, and let go, to what is
+    queued on this stream next: that runs later, so nothing has to hold it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,18 +135,15 @@ class TorchPageCopies:
         """As PageCopies."""
         return self._copy(layers, self._load)
 
-    def _save(self, one: LayerBlocks, numbers: Tensor) -> Tensor:
-        found: Tensor = load_attr(one.layout.export)(one.cache, numbers)
-        one.host.copy_(found, non_blocking=True)
-        return found
+    def _save(self, one: LayerBlocks, numbers: Tensor) -> None:
+        one.host.copy_(load_attr(one.layout.export)(one.cache, numbers), non_blocking=True)
 
-    def _load(self, one: LayerBlocks, numbers: Tensor) -> Tensor:
+    def _load(self, one: LayerBlocks, numbers: Tensor) -> None:
         found = one.host.to(self._device, non_blocking=True)
         load_attr(one.layout.restore)(one.cache, numbers, found)
-        return found
 
     def _copy(
-        self, layers: Sequence[LayerBlocks], copy: Callable[[LayerBlocks, Tensor], Tensor]
+        self, layers: Sequence[LayerBlocks], copy: Callable[[LayerBlocks, Tensor], None]
     ) -> Copying:
         import torch
 
@@ -150,9 +152,10 @@ class TorchPageCopies:
             try:
                 for one in layers:
                     numbers = self._numbers(one.blocks)
-                    made = copy(one, numbers) if one.blocks else None
+                    if one.blocks:
+                        copy(one, numbers)
                     if self._runtime is not None:
-                        queued.held.append((one, numbers, made))
+                        queued.held.append((one, numbers))
                         queued.events.append(self._runtime.Event())
                         queued.events[-1].record(self._stream)
             except BaseException:

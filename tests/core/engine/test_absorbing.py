@@ -53,6 +53,13 @@ def test_behind_long_beginnings_flops_alone_decide(widths, length, times):
     assert Absorbing(*widths).pays(times * length, length) == (absorbed < expanded)
 
 
+@given(widths=WIDTHS, end=st.integers(1, 400))
+@settings(max_examples=examples(100), deadline=None)
+def test_the_longest_chunk_is_found(widths, end):
+    rule = Absorbing(*widths)
+    assert rule.most(end) == max((n for n in range(1, end + 1) if rule.pays(end - n, n)), default=0)
+
+
 @pytest.mark.parametrize("widths", PUBLISHED)
 def test_published_models_absorb_up_to_170_tokens(widths):
     rule = Absorbing(*widths)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
+from itertools import chain
 
 import msgspec
 import pytest
@@ -22,9 +24,9 @@ from ds_runtime.errors import EngineDeadError
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.hand import LOST, DiskHand
+from ds_runtime.kv.tiers.hand import LOST, DiskHand, Ended
 from ds_runtime.kv.tiers.host import BACK, POLICIES
-from ds_runtime.kv.tiers.linked import DiskDone, DiskFollower, DiskLink, LinkedHands
+from ds_runtime.kv.tiers.linked import DiskDone, DiskFollower, DiskJob, DiskLink, LinkedHands
 from ds_runtime.kv.tiers.slots import TierSlots
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
@@ -141,6 +143,62 @@ class LinkMachine(RuleBasedStateMachine):
         assert all(future.done() for future, _ in self.asked)
         assert not any(follower.busy for follower in self.followers)
         assert [hand.forgotten for hand in self.hands] == [self.names] * 3 + [[]]
+
+
+@given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=4))
+@settings(max_examples=examples(20), deadline=None)
+def test_each_end_is_taken_once_whichever_thread_it_ends_in(counts):
+    ended, futures = Ended(), [[Future() for _ in range(count)] for count in counts]
+    for future in chain.from_iterable(futures):
+        ended.watch(future)
+    threads = [
+        threading.Thread(target=lambda some: [one.set_result(1) for one in some], args=(some,))
+        for some in futures
+    ]
+    for thread in threads:
+        thread.start()
+    found = list[Future]()
+    while len(found) < sum(counts):
+        assert ended.wait(20), "one ended that nobody hears of"
+        found += ended.take()
+    for thread in threads:
+        thread.join()
+    assert {id(one) for one in found} == {id(one) for one in chain.from_iterable(futures)}
+    assert len(found) == sum(counts) and not ended.take()
+
+
+@pytest.mark.parametrize("who", ["disk", "follower"])
+def test_what_waits_costs_the_same_however_many_files_are_read(tmp_path, who):
+    """Python's calls per file: a step that asks every file for its end is too busy to read."""
+
+    def calls(count):
+        hand, slots, made = ByHand(), TierSlots(count), 0
+        disk = Disk(DiskFolder(tmp_path / "cache", 10**6), hand)
+        follower = DiskFollower(hand, 0)
+        for number in range(count):
+            name, job = number.to_bytes(32, "big"), {"group": 0, "way": "read", "kinds": ["page"]}
+            if who == "follower":
+                follower.take(DiskJob(number=number, name=name, **job))
+        if who == "disk":
+            names = [number.to_bytes(32, "big") for number in range(count)]
+            wanted = [(slots, "page", name, partial(slots.adopt, name)) for name in names]
+            fetch = disk.fetch([], lambda _: wanted)
+            while fetch.left < count:
+                disk.poll(seconds=1)
+
+        def count_it(frame, event, arg):
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        sys.setprofile(count_it)
+        for one in hand.open:
+            one.set_result(7)
+            disk.poll() if who == "disk" else follower.answers()
+        sys.setprofile(None)
+        assert not disk.lags and not follower.busy
+        return made / count
+
+    assert calls(400) < 1.5 * calls(100)
 
 
 TestLink = LinkMachine.TestCase

@@ -396,8 +396,8 @@ def test_a_disk_closes_while_it_reads(tmp_path, reads):
 
     folder.read = slow
     for number in range(reads):
-        keep = partial(slots.adopt, named(number))
-        disk.fetch([(slots, "page", named(number), keep)])
+        wanted = [(slots, "page", named(number), partial(slots.adopt, named(number)))]
+        disk.fetch([], lambda _, wanted=wanted: wanted)
     disk.close()
     slots.check()
     assert not disk.lags and not slots._reserved
@@ -456,12 +456,12 @@ def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
         if follows:
             follower.take(DiskJob(number=number, group=0, way="read", kinds=["page"], name=NAME))
         else:
-            keep = partial(slots.adopt, named(number))
-            disk.fetch([(slots, "page", named(number), keep)])
+            wanted = [(slots, "page", named(number), partial(slots.adopt, named(number)))]
+            disk.fetch([], lambda _, wanted=wanted: wanted)
     begin = time.monotonic()
     while len(begun) < min(hung, 4):
         assert time.monotonic() < begin + 20
-        time.sleep(0.01)
+        disk.poll(seconds=0.01)
     begin = time.monotonic()
     try:
         (follower if follows else disk).close()
@@ -476,41 +476,49 @@ def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
     assert not disk.lags and not slots._reserved and len(begun) == min(hung, 4)
 
 
-@given(prompts=st.lists(st.integers(0, 3), min_size=2, max_size=5), hung=st.integers(1, 4))
+@given(
+    prompts=st.lists(st.integers(0, 3), min_size=2, max_size=5),
+    way=st.sampled_from(["has", "read"]),
+    hung=st.integers(1, 4),
+)
 @settings(max_examples=examples(12), deadline=None)
-def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, prompts, hung):
-    """All prompts of that time do, and none that comes later, until the reads have ended."""
+def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, prompts, way, hung):
+    """All prompts of that time do, and none that comes later, until it has answered: what is there,
+    or what is in a file."""
     top, known = tmp_path_factory.mktemp("d") / "cache", {}
     first, disk = engine(top, known)
     for number in range(4):
         asked(first, str(number), [number, *LONG], max_tokens=4)
     disk.close()
     rig, disk = engine(top, known)
-    release, read, begun = threading.Event(), disk.folder.read, list[bytes]()
+    release, answers, begun = threading.Event(), getattr(disk.folder, way), list[bytes]()
 
     def stuck(name, *given):
         begun.append(name)
         if len(begun) <= hung:
             release.wait(60)
-        return read(name, *given)
+        return answers(name, *given)
 
-    disk.folder.read = stuck
+    setattr(disk.folder, way, stuck)
+    begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ds_runtime.kv.tiers.disk.LONGEST", 0.3)
-        fetch, waits = disk.fetch, list[bool]()
+        below, waits = rig.ranks[0].below, list[bool]()
+        fetch = below.fetch
 
-        def fetched(wanted):
-            waits.append(not (made := fetch(wanted)).done)
+        def fetched(*given):
+            waits.append(not (made := fetch(*given)).done)
             return made
 
-        disk.fetch = fetched
+        below.fetch = fetched
         try:
             for turn, number in enumerate(prompts):
                 asked(rig, str(turn), [number, *LONG, turn], max_tokens=1)
         finally:
             release.set()
         assert waits[0] and not any(waits[1:]) and len(waits) >= len(prompts)
-    disk.fetch = fetch
+    assert time.monotonic() < begin + 30, "a step has waited for the disk"
+    below.fetch = fetch
     while disk.lags:
         disk.poll(idle=True, seconds=0.1)
     before = disk.num_read
@@ -597,6 +605,35 @@ def test_what_is_forgotten_nobody_reads_from_then_on(tmp_path, part, kinds):
     hand.close()
     for name in (own, again):
         assert {kind for kind in ("page", "state") if both[1].has(name, kind)} == left
+
+
+@given(kinds=st.sets(st.sampled_from(["page", "state"]), min_size=1))
+@settings(max_examples=examples(3), deadline=None)
+def test_a_disk_that_deletes_nothing_holds_no_step_up(tmp_path_factory, kinds):
+    """And what is to be deleted is not read, though it is there."""
+    folder = DiskFolder(tmp_path_factory.mktemp("d") / "cache", 10**6)
+    hand, release, forget = DiskHand(folder, HostBytes(1)), threading.Event(), folder.forget
+    for kind in ("page", "state"):
+        hand.write(kind, 0, NAME).result(10)
+
+    def stuck(*given):
+        release.wait(60)
+        forget(*given)
+
+    folder.forget, begin = stuck, time.monotonic()
+    hand.forget(NAME, kinds)
+    try:
+        assert time.monotonic() < begin + 20
+        for kind in ("page", "state"):
+            assert folder.has(NAME, kind)
+            assert hand.read(kind, 0, NAME).result(10) == (LOST if kind in kinds else 100)
+    finally:
+        release.set()
+    hand.close()
+    assert {kind for kind in ("page", "state") if folder.has(NAME, kind)} == {
+        "page",
+        "state",
+    } - kinds
 
 
 class Remembered(dict):

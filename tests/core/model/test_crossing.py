@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.crossing import Crossing
@@ -20,6 +19,7 @@ from ds_runtime.parallel.exchange import GatherScatter, Sum
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.parallel.sums.in_order import InOrder
+from peak import peak
 
 HIDDEN, VOCAB = 512, 4096
 
@@ -45,18 +45,6 @@ class Echo(SoloCommunicator):
 
     def reduce_scatter(self, x):
         return x.new_empty(x.shape[0] // self.size, *x.shape[1:]).copy_(x[: len(x) // self.size])
-
-
-def peak(run):
-    """Bytes that `run` takes at its widest, above what there was."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def works(*lengths):

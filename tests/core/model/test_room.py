@@ -245,7 +245,7 @@ def test_rows_with_bits_of_their_own_take_more(folder, tp):
     )
     tokens, heads = own.config.max_step_tokens, 128 // tp
     taken = reserve(own)
-    absorbed = tokens * heads * (128 + 64 + 512 + 64 + 512) * 2
+    absorbed = tokens * heads * (128 + 64 + 64 + 512 + 64 + 512) * 2
     tables = tokens * -(-positions_of(own) // 64) * 4
     hidden = 4 * tokens * 7168 * 2
     assert page_table_bytes(own) == tables > 10 * page_table_bytes(plain)

@@ -20,6 +20,7 @@ from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import facts_for
 from ds_runtime_kit.conform import LAYOUT, Wanted, verdicts
 from ds_runtime_kit.layouts import QUESTIONS, check_layout, layouts_of
+from peak import peak
 
 CPU = DeviceInfo("cpu", "a CPU", "x86")
 FACTS = Facts(CPU, {}, page_size=4)
@@ -214,6 +215,21 @@ def test_copies_run_beside_and_in_order():
     assert streams.done[-1] == "main waits for event 1"
     queued.finish()
     assert streams.done[-1] == "host waits for event 2"
+
+
+@pytest.mark.parametrize("layers", [1, 4, 32])
+def test_copies_under_way_hold_the_blocks_of_one_layer(layers):
+    """Besides the caches and host memory, however many layers are queued."""
+    copies, streams = TorchPageCopies(torch.device("cpu")), Streams()
+    copies._runtime, copies._stream = streams, streams.Stream(None)
+    copies._numbers = torch.tensor
+    size = 1000 * 4 * WIDTH * 4
+    cache = good(1000, FACTS, torch.device("cpu"))
+    host = torch.zeros(1000, size // 1000, dtype=torch.uint8)
+    under_way = []
+    blocks = [LayerBlocks(cache, own(), range(1000), host)] * layers
+    took = peak(lambda: under_way.append(copies.save(blocks)))
+    assert size <= took < 2 * size + layers * 1000 * 8
 
 
 def test_conform_asks_layouts():

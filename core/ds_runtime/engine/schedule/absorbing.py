@@ -6,6 +6,7 @@ however short the chunk is, and pays once many rows share it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ class Absorbing:
         names = ("heads", "qk_nope", "qk_rope", "v", "kv_lora")
         return cls(*(dims[name] for name in names))
 
+    def most(self, end: int) -> int:
+        """The longest chunk up to token `end` that is absorbed."""
+        return bisect_left(range(1, end + 1), 1, key=lambda n: not self.pays(end - n, n))
+
     def pays(self, start: int, length: int) -> bool:
         """Whether `length` new tokens after `start` cached ones are absorbed."""
         pairs = length * (start + (length + 1) / 2)  # of a row and a token that it sees
@@ -58,3 +63,11 @@ class Absorbing:
         return (
             length * self.heads * absorbed < (start + length) * self.heads * keys_values + latents
         )
+
+
+def most_absorbed(assembly: Assembly, kernels: Iterable[object], context: int) -> int:
+    """Tokens of prompts in one step. kernels: as in `Absorbing.of`; context: tokens of a sequence
+    at most."""
+    rule, config = Absorbing.of(assembly, kernels), assembly.config
+    each = 0 if rule is None else rule.most(context)
+    return min(config.max_running_requests * each, config.max_step_tokens)

@@ -18,12 +18,18 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class _Held(NamedTuple):
-    """One layer's cache and its host memory: [slots, bytes of a block] uint8."""
+    """One layer's cache and its host memory: [slots, bytes of a block] uint8. seen: its bytes."""
 
     layer: int
     laid: LaidGroup
     cache: Tensor
     host: Tensor
+    seen: memoryview
+
+    def part(self, slot: int) -> memoryview:
+        """The bytes of a slot."""
+        size = self.laid.page_bytes
+        return self.seen[slot * size : (slot + 1) * size]
 
     def blocks(self, run: Sequence[tuple[int, int]]) -> LayerBlocks:
         """(block, slot), of which the slots lie side by side."""
@@ -151,7 +157,7 @@ class HostCopies:
     def parts(self, kind: str, slot: int) -> list[memoryview]:
         """The memory of a slot for a "page" or a "state", layer by layer."""
         held = self._pages if kind == "page" else self._states
-        return [one.host[slot].numpy().data for one in held]
+        return [one.part(slot) for one in held]
 
     def ended(self, finish: bool) -> int:
         """The number of the last copies that have ended, as all before them. finish: all do."""
@@ -187,11 +193,11 @@ def _held(
     groups: Iterable[tuple[LaidGroup, Mapping[int, Tensor]]], slots: int, copies: PageCopies
 ) -> list[_Held]:
     """The layers of all groups, in the order in which a step needs them."""
-    found = [
-        _Held(layer, laid, cache, copies.buffer(slots, laid.page_bytes))
-        for laid, made in groups
-        for layer, cache in made.items()
-    ]
+    found = list[_Held]()
+    for laid, made in groups:
+        for layer, cache in made.items():
+            host = copies.buffer(slots, laid.page_bytes)
+            found.append(_Held(layer, laid, cache, host, host.view(-1).numpy().data))
     return sorted(found, key=lambda one: one.layer)
 
 

@@ -11,28 +11,32 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 
-from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.hand import LOST, Hands
+from ds_runtime.kv.tiers.folder import DiskFolder, Sought
+from ds_runtime.kv.tiers.hand import LOST, Ended, FileThreads, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
 PATIENCE = 60.0  # seconds that whoever closes waits for what is on its way there
+_GLANCE = 0.002  # seconds that a step waits to know what a folder has
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
 
 
 Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
+Finding = Callable[[int], Sequence[Wanted]]
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """What one request waits for. come: names of pages that are in host memory by it."""
+    """What one request waits for. left: to know what the disk has, or files. come: names of pages
+    that are in host memory by it."""
 
     until: float
-    left: int
+    left: int = 0
     done: bool = False
     come: list[bytes] = field(default_factory=list)
 
@@ -55,7 +59,8 @@ class _Bringing:
 
 
 class Disk:
-    """The way of one group of ranks to a folder. Called by the thread that schedules."""
+    """The way of one group of ranks to a folder. Called by the thread that schedules, which asks
+    the disk for nothing itself: one that is on a network may never answer."""
 
     def __init__(self, folder: DiskFolder, hands: Hands) -> None:
         self.folder, self._hands = folder, hands
@@ -63,6 +68,9 @@ class Disk:
         self._owed: deque[_Writing] = deque()  # slots that are not kept, as the disk lags
         self._writing: dict[Future[int], _Writing] = {}
         self._reading: dict[Future[int], _Bringing] = {}
+        self._looking: dict[Future[int], tuple[Fetch, Finding]] = {}
+        self._looker = FileThreads(1, "disk cache, looking")
+        self._ended = Ended()  # of these
         self._fetches: list[Fetch] = []
         self._late = False  # somebody has waited for longer than is waited for
         self._told = False
@@ -82,7 +90,11 @@ class Disk:
     @property
     def lags(self) -> bool:
         """Whether anything is on its way."""
-        return bool(self._noted or self._owed or self._writing or self._reading)
+        return bool(self._noted or self._owed or self._writing or self._is_asked)
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._reading or self._looking)
 
     @property
     def left(self) -> int:
@@ -96,8 +108,8 @@ class Disk:
 
     def go_on(self, seconds: float) -> None:
         """Nothing else is to be done: wait a little for what is on its way."""
-        if under_way := [*self._writing, *self._reading]:
-            self._hands.wait(under_way, seconds)
+        if self._writing or self._is_asked:
+            self._hands.wait(self._ended, seconds)
         self.poll(idle=True)
 
     def save(self, slots: TierSlots, kind: str, slot: int, name: bytes) -> None:
@@ -123,16 +135,32 @@ class Disk:
                 one.slots.keep(one.slot)
                 self._noted.append(one)
 
-    def has(self, name: bytes, kind: str) -> bool:
-        """Whether a file of this name is there; none is while reads hang."""
-        return not (self._late and self._reading) and self.folder.has(name, kind)
+    def fetch(self, sought: Iterable[Sought], finding: Finding) -> Fetch:
+        """Have files read, as many as there are slots for, and none while the disk hangs. sought:
+        pages in a prompt's order, which another thread draws. finding: what to read, once it is
+        known how many of these can be had. A tuple for each: (slots to take one of, kind, name,
+        what to do with a slot once it is filled)."""
+        made = Fetch(time.monotonic() + LONGEST)
+        if not (self._late and self._is_asked):
+            future = self._looker.submit(partial(self.folder.reach, sought))
+            self._looking[future], made.left = (made, finding), 1
+            wait([future], _GLANCE)  # most prompts then start with this step
+            if future.done():
+                self._found(future)
+            else:
+                self._ended.watch(future)
+        made.done = not made.left
+        if not made.done:
+            self._fetches.append(made)
+        return made
 
-    def fetch(self, wanted: Sequence[Wanted]) -> Fetch:
-        """Have files read: (slots to take one of, kind, name, what to do with a slot once it is
-        filled). As many as there are slots for."""
-        made = Fetch(time.monotonic() + LONGEST, 0, done=not wanted)
-        if made.done:
-            return made
+    def _found(self, future: Future[int]) -> None:
+        made, finding = self._looking.pop(future)
+        made.left -= 1
+        if not made.done:
+            self._read(made, finding(future.result()))
+
+    def _read(self, made: Fetch, wanted: Sequence[Wanted]) -> None:
         coming = {(one.write.kind, one.write.name): one for one in self._reading.values()}
         for slots, kind, name, keep in wanted:
             if (known := coming.get((kind, name))) is not None and known.keep is not None:
@@ -143,11 +171,8 @@ class Disk:
                 break
             future = self._hands.read(kind, slot, name)
             self._reading[future] = _Bringing(_Writing(slots, kind, slot, name), [made], keep)
+            self._ended.watch(future)
             made.left += 1
-        made.done = not made.left
-        if not made.done:
-            self._fetches.append(made)
-        return made
 
     def forget(self, name: bytes, *kinds: str) -> None:
         """Delete what is there under this name, or on its way there or back."""
@@ -166,24 +191,29 @@ class Disk:
         """Continue with all that is under way. idle: nothing else is to be done, so copies are
         waited for; seconds: to wait for a file."""
         self._hands.poll(idle)
-        if self._reading and seconds:
-            self._hands.wait(self._reading, seconds)
-        for read in [one for one in self._reading if one.done()]:
-            self._take(self._reading.pop(read), read.result())
-        for written in [one for one in self._writing if one.done()]:
-            one = self._writing.pop(written)
-            one.slots.let(one.slot)
-            self.bytes_written += max(0, written.result())
+        if self._is_asked and seconds:
+            self._hands.wait(self._ended, seconds)
+        for future in self._ended.take():
+            if future in self._looking:
+                self._found(future)
+            elif (read := self._reading.pop(future, None)) is not None:
+                self._take(read, future.result())
+            else:
+                one = self._writing.pop(future)
+                one.slots.let(one.slot)
+                self.bytes_written += max(0, future.result())
         self._catch_up()
         for one in self._noted:
-            self._writing[self._hands.write(one.kind, one.slot, one.name)] = one
+            future = self._hands.write(one.kind, one.slot, one.name)
+            self._writing[future] = one
+            self._ended.watch(future)
         self._noted = []
         now = time.monotonic()
         for fetch in self._fetches:
             late = fetch.left > 0 and now > fetch.until
             self._late |= late
             fetch.done = late or not fetch.left
-        self._late &= bool(self._reading)
+        self._late &= self._is_asked
         self._fetches = [one for one in self._fetches if not one.done]
         if self.stopped and not self._told:
             self._told = True
@@ -207,12 +237,14 @@ class Disk:
         until = time.monotonic() + seconds
         self.poll(idle=True)
         while self.left and (left := until - time.monotonic()) > 0:
-            self._hands.wait(self._writing, min(left, 1.0))
+            self._hands.wait(self._ended, min(left, 1.0))
             self.poll(idle=True)
         return not self.left
 
     def close(self, seconds: float = PATIENCE) -> None:
         """The same, and leave."""
         self.drain(seconds)
+        self._looker.drop(0)
+        self._looker.close(0.0)
         self._hands.close(leaves=self.left > 0)
         self.poll()

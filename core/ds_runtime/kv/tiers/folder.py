@@ -14,10 +14,11 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
+from typing import NamedTuple
 from zlib import crc32
 
 from ds_runtime.common.progress import amount
@@ -37,6 +38,15 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTE = """These files hold what users wrote and were answered, as a language model remembers it.
 Whoever reads them can find out much of it. They may be deleted at any time.
 """
+
+
+class Sought(NamedTuple):
+    """A page that a prompt has, in the order of the prompt. page, state: whether it is known
+    already that it can be had, and that a request can continue after it."""
+
+    name: bytes
+    page: bool
+    state: bool
 
 
 class DiskFolder:
@@ -88,6 +98,16 @@ class DiskFolder:
         """Whether a file of this name is there, whole or not. kind: "page" or "state"."""
         return _is_plain(self._path(name, kind))
 
+    def reach(self, sought: Iterable[Sought]) -> int:
+        """How many of a prompt's pages, from the first on, a request can continue after."""
+        last = 0
+        for count, one in enumerate(sought, 1):
+            if not (one.page or self.has(one.name, "page")):
+                break
+            if one.state or self.has(one.name, "state"):
+                last = count
+        return last
+
     def write(self, name: bytes, kind: str, parts: Sequence[memoryview]) -> int:
         """The bytes that were written: none where the file is there already, or writing has
         stopped. An error of the disk stops it."""
@@ -118,10 +138,13 @@ class DiskFolder:
             with open(os.open(path, _READ), "rb", buffering=0) as file:
                 right = os.fstat(file.fileno()).st_size == len(head) + nbytes
                 right = right and _fill(file.fileno(), [memoryview(head), *parts])
+                if right and bytes(head) == _HEAD.pack(
+                    _MAGIC, VERSION, _checksum(parts), name, nbytes
+                ):
+                    os.utime(file.fileno())  # it is among the last to leave
+                    return os.fstat(file.fileno()).st_nlink > 0  # nobody has deleted it meanwhile
         except OSError:
             return False
-        if right and bytes(head) == _HEAD.pack(_MAGIC, VERSION, _checksum(parts), name, nbytes):
-            return self._used(path)
         self.forget(name, kind)
         return False
 

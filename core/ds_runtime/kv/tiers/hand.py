@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -21,7 +22,37 @@ from ds_runtime.kv.tiers.folder import DiskFolder
 LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
+_FORGETS = 1.0  # seconds that a step waits until a file is deleted
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
+
+
+class Ended:
+    """Futures that have ended. Any thread ends one, a single thread takes them.
+
+    Who asks each of thousands whether it has ended holds the interpreter's lock, which the threads
+    need that read these files.
+    """
+
+    def __init__(self) -> None:
+        self._ended = deque[Future[int]]()
+        self._some = threading.Event()
+
+    def watch(self, future: Future[int]) -> None:
+        """It is taken once, after its end."""
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Future[int]) -> None:
+        self._ended.append(future)
+        self._some.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether one has ended since the last `take`, or during it; waits so long at most."""
+        return self._some.wait(seconds)
+
+    def take(self) -> list[Future[int]]:
+        """All that have ended by now."""
+        self._some.clear()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
 
 class SlotMemory(Protocol):
@@ -45,15 +76,16 @@ class Hands(Protocol):
         ...
 
     def forget(self, name: bytes, kinds: Collection[str]) -> None:
-        """Delete files, also those that are being written."""
+        """Delete files, also those that are being written. Nobody here reads them from now on, and
+        no other process unless the disk takes longer than a second to delete one."""
         ...
 
     def poll(self, finish: bool = False) -> None:
         """Continue. finish: wait for copies."""
         ...
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
-        """Return once one of these is done, or after so long."""
+    def wait(self, ended: Ended, seconds: float) -> None:
+        """Return once one of those that it watches has ended, or after so long."""
         ...
 
     def close(self, leaves: bool = False) -> None:
@@ -67,7 +99,7 @@ class Hands(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A file, once the copies up to number `after` have ended."""
 
@@ -126,10 +158,12 @@ class DiskHand:
     ) -> None:
         self.folder, self._memory = folder, memory
         self._writes, self._part = writes, part
-        self._waiting: list[_Waiting] = []
+        self._waiting = deque[_Waiting]()  # in the order of the copies that they wait for
         self._closing = threading.Event()
         self._writer = FileThreads(1, "disk cache, writing")
         self._readers = FileThreads(_READERS, "disk cache, reading")
+        self._eraser = FileThreads(1, "disk cache, deleting")
+        self._gone: dict[tuple[bytes, str], Future[int]] = {}  # what is to be deleted first
 
     @property
     def stopped(self) -> str:
@@ -153,10 +187,13 @@ class DiskHand:
     def read(self, kind: str, slot: int, name: bytes) -> Future[int]:
         """As Hands."""
         own, future = self._own(name), Future[int]()
+        erased = self._gone.get((own, kind))
 
         def read() -> int:
             parts = self._memory.parts(kind, slot)
-            if self._closing.is_set() or not self.folder.read(own, kind, parts):
+            if self._closing.is_set() or (erased is not None and not erased.done()):
+                return LOST
+            if not self.folder.read(own, kind, parts):
                 return LOST
             return sum(part.nbytes for part in parts)
 
@@ -173,13 +210,16 @@ class DiskHand:
     def forget(self, name: bytes, kinds: Collection[str]) -> None:
         """As Hands."""
         gone = [w for w in self._waiting if w.writes and w.name == name and w.kind in kinds]
-        self._waiting = [one for one in self._waiting if one not in gone]
         for one in gone:
+            self._waiting.remove(one)
             one.future.set_result(0)
         own = self._own(name)
+        self._gone = {one: erased for one, erased in self._gone.items() if not erased.done()}
         for kind in kinds:
-            self.folder.forget(own, kind)  # nobody reads it from now on
-            self._writer.submit(partial(self._forget, own, kind))  # nor what is being written
+            erase = partial(self._forget, own, kind)
+            self._gone[own, kind] = self._eraser.submit(erase)
+            self._writer.submit(erase)  # nor is there later what is being written
+        wait([self._gone[own, kind] for kind in kinds], _FORGETS)
 
     def _forget(self, own: bytes, kind: str) -> int:
         self.folder.forget(own, kind)
@@ -190,20 +230,19 @@ class DiskHand:
         if not self._waiting:
             return
         ended = self._memory.ended(finish)
-        due = [one for one in self._waiting if one.after <= ended]
-        self._waiting = [one for one in self._waiting if one.after > ended]
-        for one in due:
-            one.begin()
+        while self._waiting and self._waiting[0].after <= ended:
+            self._waiting.popleft().begin()
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
+    def wait(self, ended: Ended, seconds: float) -> None:
         """As Hands."""
-        wait(some, seconds, FIRST_COMPLETED)
+        ended.wait(seconds)
 
     def close(self, leaves: bool = False) -> None:
         """As Hands."""
         self._closing.set()
         self.poll(finish=True)
         self._readers.drop(LOST)
+        self._eraser.close(_FORGETS)
         if leaves:
             self._writer.drop(0)
         self._writer.close(0.0 if leaves else None)

@@ -11,7 +11,7 @@ change hands as soon as the plan is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from ds_runtime.kv.chain import page_key
 from ds_runtime.kv.prefix import Match, Node, Realm
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.kv.tiers.disk import Disk, Fetch, Wanted
+from ds_runtime.kv.tiers.folder import Sought
 from ds_runtime.kv.tiers.pace import BringPace
 from ds_runtime.kv.tiers.slots import TierSlots
 
@@ -253,21 +254,28 @@ class HostTier:
     def fetch(self, known: Match, tokens: Sequence[int], size: int) -> Fetch:
         """Have what follows a path, all tiers' together, brought here from the disk, as far as a
         request can continue from it."""
-        disk = self.disk
-        assert disk is not None
-        names, last = list[bytes](), 0
-        name = known.behind[-1] if known.behind else known.node.name
-        above = name if known.num_pages else b""
-        pays = self.pace is None or self.pace.disk_pays
-        most = self.pages.count // 2 if pays else 0
-        for start in range(known.num_pages * size, (len(tokens) - 1) // size * size, size):
-            name = page_key(name, tokens[start : start + size])
-            if len(names) == most or (name not in self.pages and not disk.has(name, "page")):
-                break
-            names.append(name)
-            has_state = self._snapshots is None or name in self.states or disk.has(name, "state")
-            last = len(names) if has_state else last
-        wanted, names = list[Wanted](), names[:last]
+        assert self.disk is not None
+        first, end = known.num_pages, (len(tokens) - 1) // size
+        end = min(end, first + self.pages.count // 2)
+        if end <= first or not (self.pace is None or self.pace.disk_pays):
+            return Fetch(0.0, done=True)
+        last = known.behind[-1] if known.behind else known.node.name
+        names = list[bytes]()
+
+        def sought() -> Iterator[Sought]:  # by the thread that looks, up to where a page is missing
+            name = last
+            for start in range(first * size, end * size, size):
+                name = page_key(name, tokens[start : start + size])
+                names.append(name)
+                kept = self._snapshots is None or name in self.states
+                yield Sought(name, name in self.pages, kept)
+
+        above = last if known.num_pages else b""
+        return self.disk.fetch(sought(), lambda count: self._finding(names[:count], above))
+
+    def _finding(self, names: Sequence[bytes], above: bytes) -> list[Wanted]:
+        """What has to be read for a request to continue after these, which begin after `above`."""
+        wanted = list[Wanted]()
         for name in names:
             if not self.pages.touch(name):
                 wanted.append((self.pages, "page", name, partial(self._come, name, above)))
@@ -275,7 +283,7 @@ class HostTier:
         if names and self._snapshots is not None and not self.states.touch(names[-1]):
             keep = partial(self.states.adopt, names[-1])
             wanted.insert(0, (self.states, "state", names[-1], keep))
-        return disk.fetch(wanted)
+        return wanted
 
     def _come(self, name: bytes, above: bytes, slot: int) -> None:
         if self.pages.adopt(name, slot):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import msgspec
 
-from ds_runtime.kv.tiers.hand import LOST, DiskHand
+from ds_runtime.kv.tiers.hand import LOST, DiskHand, Ended
 
 _LOOK = 0.002  # seconds between two looks at own files, while others are waited for
 
@@ -106,13 +106,13 @@ class DiskLink:
             del self._asked[number]
         asked.future.set_result(LOST if asked.lost else asked.nbytes)
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
-        """Return once one of these is done, or after so long."""
+    def wait(self, ended: Ended, seconds: float) -> None:
+        """As Hands."""
         until = time.monotonic() + seconds
         while True:
             self.poll()
             left = until - time.monotonic()
-            if left <= 0 or wait(some, min(left, _LOOK), FIRST_COMPLETED).done:
+            if left <= 0 or ended.wait(min(left, _LOOK)):
                 return
 
     def close(self) -> None:
@@ -160,9 +160,9 @@ class LinkedHands:
             self._own.poll(finish)
         self._link.poll()
 
-    def wait(self, some: Collection[Future[int]], seconds: float) -> None:
+    def wait(self, ended: Ended, seconds: float) -> None:
         """As Hands."""
-        self._link.wait(some, seconds)
+        self._link.wait(ended, seconds)
 
     def close(self, leaves: bool = False) -> None:
         """As Hands."""
@@ -176,7 +176,8 @@ class DiskFollower:
 
     def __init__(self, hand: DiskHand, group: int) -> None:
         self._hand, self._group = hand, group
-        self._under_way: dict[int, Future[int]] = {}
+        self._under_way: dict[Future[int], int] = {}  # numbers of their jobs
+        self._ended = Ended()
 
     @property
     def busy(self) -> bool:
@@ -191,16 +192,16 @@ class DiskFollower:
             self._hand.forget(job.name, job.kinds)
             return
         do: Any = self._hand.write if job.way == "write" else self._hand.read
-        self._under_way[job.number] = do(job.kinds[0], job.slot, job.name)
+        future = do(job.kinds[0], job.slot, job.name)
+        self._under_way[future] = job.number
+        self._ended.watch(future)
 
     def answers(self) -> list[bytes]:
         """What has ended since: messages to rank 0."""
         if not self._under_way:
             return []
         self._hand.poll()
-        ended = {number: one for number, one in self._under_way.items() if one.done()}
-        for number in ended:
-            del self._under_way[number]
+        ended = {self._under_way.pop(one): one for one in self._ended.take()}
         encode, stopped = msgspec.msgpack.encode, self._hand.stopped
         return [
             encode(DiskDone(number=number, nbytes=one.result(), stopped=stopped))

@@ -24,6 +24,7 @@ class TierSlots:
         self._left: list[int] = []  # pinned or kept, and nobody's any more
 
     def __contains__(self, name: bytes) -> bool:
+        """Whether it has a slot. Any thread may ask, and the answer is old by then."""
         return name in self._names
 
     def __len__(self) -> int:
