@@ -1,6 +1,6 @@
 """Runs the CPU plugin's native code under the tools that watch memory and threads.
 
-python tools/check_native.py [valgrind] [address] [thread] [pytest] [arm] [--require]
+python tools/check_native.py [valgrind] [address] [thread] [pytest] [arm] [amx] [--require]
     [--seed SEED] [--build FOLDER] [--outcomes FOLDER]
 
 valgrind  the driver on the generic library, under memcheck, leaks included
@@ -11,9 +11,11 @@ pytest    conformance of the CPU's kernels on the instrumented libraries of `add
           that fuzz their shapes
 arm       the driver on the generic library of aarch64, cross-compiled and emulated; its results
           must be near those of this machine
+amx       the driver, conformance and the CPU's tests on the library for AMX, whose instructions are
+          emulated (tests/native/amx_emulated.h)
 
-Each but the last also does on purpose what it must find. Without names all run; one whose tool is
-missing is skipped with a line, or with --require ends the run. With --seed the libraries are the
+Each but the last two also does on purpose what it must find. Without names all run; one whose tool
+is missing is skipped with a line, or with --require ends the run. With --seed the libraries are the
 best, the generic and a tenth of the others, as tools/receipts.py draws them; without, all that run
 here. --outcomes leaves what to make a receipt of. Needs cmake and a C++ compiler.
 """
@@ -34,6 +36,8 @@ from pathlib import Path
 
 import receipts
 from ds_runtime_cpu import native
+from ds_runtime_cpu.isa import missing
+from ds_runtime_cpu.machine import processor
 
 Env = Mapping[str, str] | None
 
@@ -45,10 +49,17 @@ RUNTIMES = "Debian: g++, or libclang-rt-dev for clang++"
 # valgrind's to find.
 NO_LEAKS = {"ASAN_OPTIONS": "detect_leaks=0"}
 FUZZED = ("matmul", "attention")  # experts are in the driver and in conformance
+TILED = (*FUZZED, "experts", "int8", "bf12", "sparse", "window")  # what matrix units multiply
 TESTS = (
     *(f"tests/conformance/test_{name}.py" for name in ("variants", "ops")),
     *(f"tests/plugins/test_cpu_{name}.py" for name in FUZZED),
     *("-k", "cpu", "-n", "2"),
+)
+
+OF_AMX = (
+    *(f"tests/conformance/test_{name}.py" for name in ("variants", "ops")),
+    *(f"tests/plugins/test_cpu_{name}.py" for name in TILED),
+    *("-k", "amx or (test_ops and cpu)", "-n", "2"),
 )
 
 
@@ -224,12 +235,26 @@ def arm(check: Check) -> None:
     must([emulator, "-L", "/usr/aarch64-linux-gnu", driver, "--like", results, library])
 
 
+def amx(check: Check) -> None:
+    if lacking := missing("avx512bf16", processor().features):
+        raise Missing(f"{', '.join(lacking)} of this processor")
+    folder = check.build / "amx"
+    driver, *libraries = built(folder, "", ["amx", "generic"], ["-DDS_EMULATE_AMX=ON"])
+    for command in ([driver], [driver, "--stress", "4"]):
+        must([*command, libraries[0]])
+    options = ["-p", "instrumented", "--native-libraries", folder, "--emulated-amx"]
+    options += ["-p", "no:cacheprovider", "--every-isa"]
+    env = {"PYTHONPATH": str(ROOT / "tests" / "native")}
+    must([sys.executable, "-m", "pytest", *options, *OF_AMX], env)
+
+
 CHECKS: Mapping[str, Callable[[Check], None]] = {
     "valgrind": valgrind,
     "address": address,
     "thread": thread,
     "pytest": pytest,
     "arm": arm,
+    "amx": amx,
 }
 
 
@@ -255,10 +280,10 @@ def main() -> None:
             check = Check(build, isas, path)
             try:
                 CHECKS[name](check)
-            except Missing as missing:
+            except Missing as absent:
                 if args.require:
-                    sys.exit(f"FAILED: missing: {missing}")
-                say(f"skipped: missing: {missing}")
+                    sys.exit(f"FAILED: missing: {absent}")
+                say(f"skipped: missing: {absent}")
             if path is not None and check.found:
                 receipts.save(path, check.found)
 

@@ -75,6 +75,11 @@ V4 = {
         "trained on an H200; *ran on* CPUs"
     ),
 }
+INSTRUCTION_SETS = {
+    "generic, avx2, avx512, avx512bf16": "*ran on* CPUs of x86-64",
+    "amx": "*ran under emulation* of its instructions (`tools/check_native.py amx`), the kernels of "
+    "DeepSeek-V4 included; earlier kernels *ran on* an Intel Xeon",
+}
 
 
 def _states(title: str, what: str, rows: Mapping[str, str]) -> str:
@@ -89,6 +94,7 @@ SUPPORT_STATES = (
     + _states("Experts by number", "[--ep](many-devices.md)", PARTS)
     + _states("Predicted steps", "[prediction](prediction.md)", COSTS)
     + _states("DeepSeek-V4", "[V4](numerics.md#deepseek-v4)", V4)
+    + _states("Instruction sets of CPUs", "[native library](install.md)", INSTRUCTION_SETS)
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import cache
 from types import NoneType
@@ -17,10 +17,8 @@ from ds_runtime.errors import ConfigError
 C = TypeVar("C", EngineConfig, ServerConfig)
 
 
-@cache
-def _types(config: Hashable) -> dict[str, Any]:
-    """Of a dataclass' fields. Each command of a parser has flags of the same few classes."""
-    return get_type_hints(config)
+# Types of a dataclass' fields. Each command of a parser has flags of the same few classes.
+_types: Callable[[type[Any]], dict[str, Any]] = cache(get_type_hints)
 
 
 def add_flags(

@@ -7,7 +7,8 @@
 // Codes (Fp8Codes in fp8.h, Fp4Codes in fp4.h) have
 //   static constexpr int64_t PAIR, HEAD;   // bytes of a pair of k, of the scales of a group
 //   static constexpr float LIFT;           // what a widened code lacks
-//   static constexpr bool VECTORS;         // AVX2: Widen has columns<n>(p, c0, body), n vectors of a pair
+//   static constexpr int DIRECT;           // AVX2: tokens up to which it is faster to widen to registers:
+//                                          // Widen has columns<n>(p, c0, body), two of n vectors at a time
 //   static F scales(const char* head, int c);   // of columns c and on
 //   struct Widen;   // pair(p, out): a pair of k as bfloat16 [64][2], or as four vectors of 16 columns
 #pragma once
@@ -32,7 +33,7 @@ struct Coded : TilesOf<X> {
 #elif defined(__AVX512BW__)
   static constexpr int ONE_PASS = sizeof(X) != 2 ? 0 : DS_BF16_DOTS ? 4 : 6;
 #elif defined(__AVX2__)
-  static constexpr int ONE_PASS = Codes::VECTORS ? 3 : 0;  // more are slower than from memory
+  static constexpr int ONE_PASS = Codes::DIRECT;
 #else
   static constexpr int ONE_PASS = 0;
 #endif
@@ -93,27 +94,36 @@ struct Coded : TilesOf<X> {
     scaled(dots, at(p, k0), 0, sums, more);
   }
 
-  // dots(k, n, first column, rows, acc, ahead) adds those of one group.
-  template <int M, class Dots>
+  // dots(w, n, first column, rows, acc, ahead) adds those of one group, whose codes w are n elements of
+  // k long. rows are the tokens' as they lie, or float32 if FLOATS.
+  template <int M, bool FLOATS, class Dots>
   DS_NOINLINE static void groups(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
                                  float (*sums)[NB], bool more, Ahead ahead, Dots dots) {
     constexpr int C = CHUNK_VECTORS<M>;
-    for (int c0 = 0; c0 < NB; c0 += C * F::W) {
-      bool add = more;
-      for (int64_t k = k0; k < k1; k += p.group, add = true) {
-        const X* rows[M];
+    const int64_t group = p.group, step = HEAD + group / 2 * Codes::PAIR;
+    const char* head = at(p, k0);
+    const X* rows[M];
+    typename std::conditional<FLOATS, WideRows<M>, char>::type wide;
+    for (int64_t k = k0; k < k1; k += group, head += step, more = true) {
+      const int64_t n = k1 - k < group ? k1 - k : group;
+      DS_UNROLL
+      for (int m = 0; m < M; ++m) rows[m] = x.row(t + m) + k;
+      if constexpr (FLOATS) wide.take(rows, 0, n);
+      Ahead none{nullptr, 0};  // once is enough
+      for (int c0 = 0; c0 < NB; c0 += C * F::W) {
         F acc[M][C];
         DS_UNROLL
-        for (int m = 0; m < M; ++m) {
-          rows[m] = x.row(t + m) + k;
+        for (int m = 0; m < M; ++m)
           DS_UNROLL
           for (int c = 0; c < C; ++c) acc[m][c] = F::zero();
-        }
-        dots(k, k1 - k < p.group ? k1 - k : p.group, c0, rows, acc, ahead);
+        Ahead& fetch = c0 == 0 ? ahead : none;
+        if constexpr (FLOATS)
+          dots((const uint8_t*)head + HEAD, n, c0, wide, acc, fetch);
+        else
+          dots((const uint8_t*)head + HEAD, n, c0, rows, acc, fetch);
         DS_UNROLL
-        for (int m = 0; m < M; ++m) scaled(acc[m], at(p, k), c0, sums[m] + c0, add);
+        for (int m = 0; m < M; ++m) scaled(acc[m], head, c0, sums[m] + c0, more);
       }
-      ahead.lines = 0;  // once is enough
     }
   }
   template <int M>
@@ -122,55 +132,53 @@ struct Coded : TilesOf<X> {
 #if defined(__AVX512BW__)
     if constexpr (M <= ONE_PASS) {
       const typename Codes::Widen widen;
-      groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
-                  const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
+      groups<M, false>(p, k0, k1, x, t, sums, more, ahead,
+                       [&](const uint8_t* w, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
 #if defined(__AMX_TILE__)
-                  (void)fetch;
-                  dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
-                    fetch_pair(w + WIDEN_AHEAD);
-                    widen.pair(w, v);
-                    w += Codes::PAIR;
-                  });
+                         (void)fetch;
+                         dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
+                           fetch_pair(w + WIDEN_AHEAD);
+                           widen.pair(w, v);
+                           w += Codes::PAIR;
+                         });
 #elif DS_BF16_DOTS
-                  bf16_dots<M>(n, rows, acc, fetch, [&](__m512bh(&v)[4]) {
-                    __m512i wide[4];
-                    widen.pair(w, wide);
-                    DS_UNROLL
-                    for (int c = 0; c < 4; ++c) v[c] = (__m512bh)wide[c];
-                    w += Codes::PAIR;
-                  });
+                         bf16_dots<M>(n, rows, acc, fetch, [&](__m512bh(&v)[4]) {
+                           __m512i wide[4];
+                           widen.pair(w, wide);
+                           DS_UNROLL
+                           for (int c = 0; c < 4; ++c) v[c] = (__m512bh)wide[c];
+                           w += Codes::PAIR;
+                         });
 #else
-                  float_dots(n, rows, acc, fetch, [&](F(&even)[4], F(&odd)[4]) {
-                    __m512i wide[4];
-                    widen.pair(w, wide);
-                    DS_UNROLL
-                    for (int c = 0; c < 4; ++c) split_pairs(wide[c], even[c], odd[c]);
-                    w += Codes::PAIR;
-                  });
+                         float_dots(n, rows, acc, fetch, [&](F(&even)[4], F(&odd)[4]) {
+                           __m512i wide[4];
+                           widen.pair(w, wide);
+                           DS_UNROLL
+                           for (int c = 0; c < 4; ++c) split_pairs(wide[c], even[c], odd[c]);
+                           w += Codes::PAIR;
+                         });
 #endif
-                });
+                       });
     }
 #elif defined(__AVX2__)
-    if constexpr (M <= ONE_PASS) {  // a vector at a time: registers hold no more beside the sums
-      constexpr int C = CHUNK_VECTORS<M>;
+    if constexpr (M <= ONE_PASS) {
+      constexpr int C = CHUNK_VECTORS<M>, V = AT_ONCE<M> == 1 ? 1 : 2;
       const typename Codes::Widen widen;
-      groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
-                  const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
-                  each_pair<M>(n, rows, fetch, [&](const auto& row, int64_t i) {
-                    widen.template columns<C>(w, c0, [&](int c, __m256i v) {
-                      F even, odd;
-                      split_pairs(v, even, odd);
-                      DS_UNROLL
-                      for (int m = 0; m < M; ++m) {
-                        const F first = F::all(row[m][i]), second = F::all(row[m][i + 1]);
-                        acc[m][c] = fma(odd, second, fma(even, first, acc[m][c]));
-                      }
-                    });
-                    w += Codes::PAIR;
-                  });
-                });
+      groups<M, true>(p, k0, k1, x, t, sums, more, ahead,
+                      [&](const uint8_t* w, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
+                        rows.each_pair(n, fetch, [&](int64_t i) {
+                          widen.template columns<C>(w, c0, [&](int c, const __m256i(&wide)[2]) {
+                            DS_UNROLL
+                            for (int j = 0; j < 2; j += V) {
+                              F even[V], odd[V];
+                              DS_UNROLL
+                              for (int v = 0; v < V; ++v) split_pairs(wide[j + v], even[v], odd[v]);
+                              add_pair(even, odd, rows.at, i, c + j, acc);
+                            }
+                          });
+                          w += Codes::PAIR;
+                        });
+                      });
     }
 #endif
     (void)p, (void)k0, (void)k1, (void)x, (void)t, (void)sums, (void)more, (void)ahead;
@@ -178,10 +186,16 @@ struct Coded : TilesOf<X> {
   template <int M>
   static void tile_of(const Panel& p, const Block& block, int64_t k0, int64_t k1, const Tokens& x,
                       int64_t t, float (*sums)[NB], bool more, Ahead ahead) {
-    groups<M>(p, k0, k1, x, t, sums, more, ahead,
-              [&](int64_t k, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
-                pairs_dots(block.w + (k - k0) * NB + 2 * c0, n, rows, acc, fetch);
-              });
+    const bf16* unpacked = block.w;
+    groups<M, true>(p, k0, k1, x, t, sums, more, ahead,
+                    [&](const uint8_t*, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
+                      const bf16* w = unpacked + 2 * c0;
+                      rows.each_pair(n, fetch, [&](int64_t i) {
+                        add_pairs(w, rows.at, i, acc);
+                        w += 2 * NB;
+                      });
+                      if (c0 + CHUNK_VECTORS<M> * F::W >= NB) unpacked += padded_k(n) * NB;
+                    });
   }
   static void finish(const Panel&, const Tokens&, int64_t, float*, float*) {}
 };

@@ -11,10 +11,11 @@ constexpr int64_t K_STEP = 32;
 inline int64_t padded_k(int64_t k) { return (k + K_STEP - 1) / K_STEP * K_STEP; }
 
 #if defined(__AMX_TILE__)
-constexpr int64_t TOKENS_PAIRS = 256, BLOCK_PAIRS = 256;
+constexpr int64_t TOKENS_PAIRS = 256;
 #else
-constexpr int64_t TOKENS_PAIRS = 96, BLOCK_PAIRS = 128;
+constexpr int64_t TOKENS_PAIRS = 96;
 #endif
+constexpr int64_t BLOCK_PAIRS = PIECE;
 
 // What amx.h asks of formats of pairs, with bfloat16 activations.
 template <class X>

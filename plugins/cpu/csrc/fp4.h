@@ -80,7 +80,7 @@ struct Fp4Widen {
 struct Fp4Widen {
   const __m256i low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.low));
   const __m256i high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_TABLE.high));
-  // body(i, the pairs of columns c0 + 8 i to c0 + 8 i + 7) for `vectors` of them, an even number
+  // body(i, those of columns c0 + 8 i and on), two of `vectors` at a time
   template <int vectors, class Body>
   void columns(const uint8_t* p, int c0, Body body) const {
     DS_UNROLL
@@ -91,7 +91,10 @@ struct Fp4Widen {
     }
   }
   void pair(const uint8_t* p, bf16* out) const {
-    columns<8>(p, 0, [&](int i, __m256i v) { _mm256_storeu_si256((__m256i*)(out + 16 * i), v); });
+    columns<8>(p, 0, [&](int i, const __m256i(&v)[2]) {
+      _mm256_storeu_si256((__m256i*)(out + 16 * i), v[0]);
+      _mm256_storeu_si256((__m256i*)(out + 16 * i + 16), v[1]);
+    });
   }
 
  private:
@@ -99,8 +102,7 @@ struct Fp4Widen {
   void two(__m256i codes, int i, Body body) const {
     const __m256i at = _mm256_and_si256(codes, _mm256_set1_epi8(15));
     const __m256i a = _mm256_shuffle_epi8(low, at), b = _mm256_shuffle_epi8(high, at);
-    body(i, _mm256_unpacklo_epi8(a, b));
-    body(i + 1, _mm256_unpackhi_epi8(a, b));
+    body(i, {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)});
   }
 };
 
@@ -122,7 +124,7 @@ struct Fp4Widen {
 struct Fp4Codes {
   static constexpr int64_t PAIR = 64, HEAD = 64;
   static constexpr float LIFT = 1;
-  static constexpr bool VECTORS = true;
+  static constexpr int DIRECT = 3;
   static F scales(const char* head, int c) {
 #if defined(__AVX512BW__)
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(head + c)));

@@ -108,16 +108,44 @@ struct Fp8Widen {
       const __m256i code = _mm256_loadu_si256((const __m256i*)p);
       _mm256_storeu_si256((__m256i*)out, normal(_mm256_slli_epi16(code, 8)));
       _mm256_storeu_si256((__m256i*)(out + 32), normal(code));
-      const __m256i exponent = _mm256_and_si256(code, _mm256_set1_epi8(0x78));
-      const __m256i none = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
-      for (unsigned some = unsigned(_mm256_movemask_epi8(none)); some; some &= some - 1) {
+      for (unsigned some = unsigned(_mm256_movemask_epi8(small(code))); some; some &= some - 1) {
         const int i = __builtin_ctz(some);
         out[i % 2 * 32 + i / 2].bits = FP8_CODES.bits[p[i]];
       }
     }
   }
+  // body(i, those of columns c0 + 8 i and on), two of `vectors` at a time
+  template <int vectors, class Body>
+  void columns(const uint8_t* p, int c0, Body body) const {
+    constexpr int line_vectors = vectors < 4 ? vectors : 4;
+    DS_UNROLL
+    for (int i = 0; i < vectors; i += line_vectors) {
+      const int c = c0 + 8 * i;
+      const uint8_t* at = p + c / 32 * 64;
+      const __m256i a = _mm256_loadu_si256((const __m256i*)at);
+      const __m256i b = _mm256_loadu_si256((const __m256i*)(at + 32));
+      const bool some = _mm256_movemask_epi8(_mm256_or_si256(small(a), small(b)));
+      DS_UNROLL
+      for (int j = 0; j < line_vectors; j += 2) {
+        const bool upper = line_vectors == 4 ? j == 2 : c % 32;
+        __m256i v[] = {normal(upper ? a : _mm256_slli_epi16(a, 8)),
+                       normal(upper ? b : _mm256_slli_epi16(b, 8))};
+        if (__builtin_expect(some, 0)) mended(at, upper, v);
+        body(i + j, v);
+      }
+    }
+  }
 
  private:
+  DS_NOINLINE void mended(const uint8_t* p, bool upper, __m256i (&v)[2]) const {
+    alignas(32) bf16 wide[64];
+    line(p, wide);
+    std::memcpy(v, wide + 32 * upper, sizeof v);
+  }
+  static __m256i small(__m256i code) {  // which of them have no exponent
+    const __m256i exponent = _mm256_and_si256(code, _mm256_set1_epi8(0x78));
+    return _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+  }
   static __m256i normal(__m256i high) {  // codes in the upper bytes
     const __m256i kept =
         _mm256_and_si256(_mm256_srai_epi16(high, 4), _mm256_set1_epi16(short(0x87f0)));
@@ -141,7 +169,7 @@ struct Fp8Codes {
   static constexpr int64_t PAIR = 128;  // bytes of a pair of k for 64 columns
   static constexpr int64_t HEAD = 64 * int64_t(sizeof(float));  // and of the scales of a group
   static constexpr float LIFT = FP8_LIFT;
-  static constexpr bool VECTORS = false;
+  static constexpr int DIRECT = 6;
   static F scales(const char* head, int c) { return F::load((const float*)head + c); }
   struct Widen : Fp8Widen {
 #if defined(__AVX512BW__)

@@ -50,19 +50,27 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
 }
 #endif
 
-// two(rows, i) for every pair of k elements of M rows, as float32: rows are widened in pieces that stay
-// in the first-level cache, and read up to k only.
-template <int M, class X, class Two>
-inline void each_pair(int64_t k, const X* const* x, Ahead& ahead, Two two) {
-  constexpr int64_t PIECE = 128;
-  alignas(64) float rows[M][PIECE];
-  for (int64_t k0 = 0; k0 < k; k0 += PIECE) {
-    const int64_t n = k - k0 < PIECE ? k - k0 : PIECE;
+// M rows of tokens as float32, a piece of k at a time, which stays in the first-level cache.
+#if defined(__AMX_TILE__)
+constexpr int64_t PIECE = 256;
+#else
+constexpr int64_t PIECE = 128;
+#endif
+template <int M>
+struct WideRows {
+  alignas(64) float at[M][PIECE];
+  // Elements [k0, k0 + n) of x, and a zero behind an odd number, whose weights are zeros.
+  template <class X>
+  void take(const X* const* x, int64_t k0, int64_t n) {
     DS_UNROLL
     for (int m = 0; m < M; ++m) {
-      widen_row(x[m] + k0, rows[m], n);
-      if (n % 2) rows[m][n] = 0.0f;  // whose weights are zeros
+      widen_row(x[m] + k0, at[m], n);
+      if (n % 2) at[m][n] = 0.0f;
     }
+  }
+  // two(i) for every pair of n elements.
+  template <class Two>
+  void each_pair(int64_t n, Ahead& ahead, Two two) const {
     int64_t i = 0;
     DS_ROLLED
     while (i + AHEAD_STEP <= n) {
@@ -70,11 +78,50 @@ inline void each_pair(int64_t k, const X* const* x, Ahead& ahead, Two two) {
       DS_ROLLED
       for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) {
         ahead.piece<PAIRS>();
-        two(rows, i);
+        two(i);
       }
     }
     DS_ROLLED
-    for (; i < n; i += 2) two(rows, i);
+    for (; i < n; i += 2) two(i);
+  }
+};
+
+// two(rows, i) for every pair of k elements of M rows, which are read up to k only.
+template <int M, class X, class Two>
+inline void each_pair(int64_t k, const X* const* x, Ahead& ahead, Two two) {
+  WideRows<M> rows;
+  for (int64_t k0 = 0; k0 < k; k0 += PIECE) {
+    const int64_t n = k - k0 < PIECE ? k - k0 : PIECE;
+    rows.take(x, k0, n);
+    rows.each_pair(n, ahead, [&](int64_t i) { two(rows.at, i); });
+  }
+}
+
+// Vectors of columns of a pair that are multiplied at once: all even elements, then all odd ones, which
+// wait for the former. Three rows leave no registers for two.
+#if defined(__AVX2__) && !(defined(__AVX512F__) && defined(__AVX512BW__))
+template <int M>
+constexpr int AT_ONCE = M == 1 ? CHUNK_VECTORS<M> : M == 3 ? 1 : 2;
+#else
+template <int M>
+constexpr int AT_ONCE = CHUNK_VECTORS<M>;
+#endif
+
+// acc[m][c, c + V) += the dots of a pair of weights with the rows' elements i and i + 1.
+template <int M, int V, int C>
+inline void add_pair(const F (&even)[V], const F (&odd)[V], const float (&rows)[M][PIECE], int64_t i,
+                     int c, F (&acc)[M][C]) {
+  DS_UNROLL
+  for (int m = 0; m < M; ++m) {
+    const F value = F::all(rows[m][i]);
+    DS_UNROLL
+    for (int v = 0; v < V; ++v) acc[m][c + v] = fma(even[v], value, acc[m][c + v]);
+  }
+  DS_UNROLL
+  for (int m = 0; m < M; ++m) {
+    const F value = F::all(rows[m][i + 1]);
+    DS_UNROLL
+    for (int v = 0; v < V; ++v) acc[m][c + v] = fma(odd[v], value, acc[m][c + v]);
   }
 }
 
@@ -85,27 +132,26 @@ inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahea
   each_pair<M>(k, x, ahead, [&](const auto& rows, int64_t i) {
     F even[C], odd[C];
     load(even, odd);
-    DS_UNROLL
-    for (int m = 0; m < M; ++m) {
-      const F value = F::all(rows[m][i]);
-      DS_UNROLL
-      for (int c = 0; c < C; ++c) acc[m][c] = fma(even[c], value, acc[m][c]);
-    }
-    DS_UNROLL
-    for (int m = 0; m < M; ++m) {
-      const F value = F::all(rows[m][i + 1]);
-      DS_UNROLL
-      for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], value, acc[m][c]);
-    }
+    add_pair(even, odd, rows, i, 0, acc);
   });
 }
 
 // The same for bfloat16 weights as they lie.
+template <int M, int C>
+inline void add_pairs(const bf16* w, const float (&rows)[M][PIECE], int64_t i, F (&acc)[M][C]) {
+  constexpr int V = AT_ONCE<M>;
+  DS_UNROLL
+  for (int c = 0; c < C; c += V) {
+    F even[V], odd[V];
+    DS_UNROLL
+    for (int v = 0; v < V; ++v) load_pairs(w + 2 * F::W * (c + v), even[v], odd[v]);
+    add_pair(even, odd, rows, i, c, acc);
+  }
+}
 template <int M, int C, class X>
 inline void pairs_dots(const bf16* w, int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead) {
-  float_dots(k, x, acc, ahead, [&](F(&even)[C], F(&odd)[C]) {
-    DS_UNROLL
-    for (int c = 0; c < C; ++c) load_pairs(w + 2 * F::W * c, even[c], odd[c]);
+  each_pair<M>(k, x, ahead, [&](const auto& rows, int64_t i) {
+    add_pairs(w, rows, i, acc);
     w += 2 * NB;
   });
 }
