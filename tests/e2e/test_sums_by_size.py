@@ -82,7 +82,7 @@ def check_counted(served):
     before, after = COUNTED
     grown = {kind: n - before.sums.get(kind, 0) for kind, n in after.sums.items()}
     total, prompts = sum(grown.values()), after.prefill_steps - before.prefill_steps
-    assert 0 < prompts and 0 < total <= len(served)
+    assert prompts > 0 and 0 < total <= len(served)
     last = served[len(served) - total :]
     noted = Counter(kind for kind, _ in last)
     assert all(abs(grown.get(kind, 0) - noted[kind]) <= prompts for kind in {*grown, *noted})
