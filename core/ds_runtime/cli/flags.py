@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import cache
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ds_runtime.cli.config_file import FromFile, given
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
@@ -17,8 +17,10 @@ from ds_runtime.errors import ConfigError
 C = TypeVar("C", EngineConfig, ServerConfig)
 
 
-# Types of a dataclass' fields. Each command of a parser has flags of the same few classes.
-_types: Callable[[type[Any]], dict[str, Any]] = cache(get_type_hints)
+@cache
+def _types(config: Any) -> dict[str, Any]:
+    """Of a dataclass' fields. Each command of a parser has flags of the same few classes."""
+    return get_type_hints(config)
 
 
 def add_flags(
@@ -34,7 +36,7 @@ def add_flags(
     take spaces besides commas, where no argument without a flag may follow. hidden: help leaves
     them out.
     """
-    hints, wanted = _types(config), frozenset(only)
+    hints, wanted = _types(cast(Any, config)), frozenset(only)
     group: Any = parser
     title = ""
     for f in fields(config):
