@@ -7,7 +7,7 @@ python benchmarks/predicted_steps.py --costs FILE [--device NAME] [--without FEA
 Nothing runs on a device. The arms are those of `benchmarks/device_ranks.py`, whose lines --against
 takes, and `one`, a single device. Requests have as many cached tokens as the steps that it times
 have on average. A line has `predicted_ms` and, with --against, `measured_ms` and `off`, the share
-by which the prediction is too high.
+by which the prediction is too high. `fits`: whether the KV cache holds all requests to the end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.assembly import room
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
@@ -28,6 +29,7 @@ from ds_runtime.predict import step as steps
 from ds_runtime_bench.record import append
 from ds_runtime_bench.shapes import config_of
 
+LONGEST = 256 + 97  # tokens of a request at its end
 CONTEXT = 256 + (33 + 97) // 2  # a prompt, and half of what is timed behind it
 ARMS = ("one", "heads", "sequences", "experts")
 
@@ -58,6 +60,12 @@ def assembled(folder: Path, shape: str, args: argparse.Namespace, arm: str) -> A
     return assemble(
         EngineConfig(**settings), set(settings), device=args.device, without=args.without
     )
+
+
+def fits(assembly: Assembly, requests: int) -> bool:
+    """Whether the KV cache holds all requests to the end; else a measured step is none of all."""
+    tokens, page = room.cached_tokens(assembly), assembly.config.page_size
+    return tokens is None or requests * -(-LONGEST // page) * page <= tokens
 
 
 def measured(files: list[Path]) -> dict[tuple[str, str, str, int], float]:
@@ -93,6 +101,7 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         "predicted_ms": round(found.seconds * 1e3, 3),
                         "parts_ms": {k: round(v * 1e3, 3) for k, v in found.by.items()},
                         "unmeasured": sorted(found.unmeasured),
+                        "fits": fits(assembly, requests),
                     }
                     took = known.get((shape, args.dtype, arm, requests))
                     if took is not None:

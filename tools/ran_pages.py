@@ -61,7 +61,7 @@ COSTS = {
     "`tune host`": "*ran on* CPUs",
     "`queue` and `lasting` of kernels (`tune costs`)": "*unrun*: for devices that queue",
     "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
-    "prefills (`plan`)": "held against two H200s: a third too fast",
+    "prefills (`plan`)": "held against two H200s: a quarter too fast (V3)",
     "costs that come with the tree": (
         "of an H200 without DeepGEMM and FlashMLA, and without `queue`, `lasting` and `host`"
     ),

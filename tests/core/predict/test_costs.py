@@ -369,6 +369,27 @@ def test_bad_input_of_tune_is_named(capsys, flags, said):
     assert said in capsys.readouterr().err
 
 
+def test_on_a_device_that_queues_the_host_and_lasting_load_are_measured(tmp_path, monkeypatch):
+    """The processor, taken for such a device: of busy calls at the most rows, and of no other."""
+    given = Ceilings(1e12, {"bfloat16": 1e6, "float32": 1e30}, 1 << 25, "given")
+    monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: given)
+    monkeypatch.setattr(CpuPlatform, "asynchronous", True)
+    monkeypatch.setattr(CpuPlatform, "captures", False)
+    monkeypatch.setattr(tune, "LASTING", 0.02)
+    told = []
+    tuning = tune.Tuning(1e-3, (1, 4), told.append)
+    config, geometry = EngineConfig(platform="cpu", threads=1), tune.Geometry("tiny-v3")
+    assembly = tune.assembled(config, {"platform", "threads"}, geometry, "bfloat16")
+    tuning.add(assembly, ("linear", "router_logits"))
+    tuning.costs().write(path := tmp_path / "costs.json")
+    made = Costs.read(path).kernels
+    assert made, told
+    for name, cost in made.items():
+        assert cost.queue > 0, name
+        assert (cost.lasting is not None) == (cost.arithmetic == "bfloat16"), name
+        assert cost.lasting is None or cost.lasting >= 1, name
+
+
 def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
     """Costs of ops at other sizes, and a step that was not among them: within a wide bound. Times
     are those of the processor, as others use the machine, too."""
