@@ -212,7 +212,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--dtype", "float23"], "did you mean 'float32'?"),
         (["serve", "--kv-mem", "1"], "unknown flag --kv-mem; did you mean '--kv-memory'?"),
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
-        (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
+        (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
         (["generate"], "required: prompt"),
         (["bench"], "KIND is missing: give one of one-batch, "),

@@ -53,6 +53,11 @@ def parsed(*args):
         ("--chunked-prefill-size -1", "chunked_prefill_size", 1 << 30),
         ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8"),
         ("--dtype half", "dtype", "float16"),
+        ("--load-format safetensors", "load_format", "auto"),
+        ("--scheduling-policy priority", "policy", "priority"),
+        ("--schedule-policy fcfs", "policy", "fifo"),
+        ("--no-async-scheduling", "disable_overlap_schedule", True),
+        ("--kv-cache-memory-bytes 1000000000", "kv_memory", 1000000000),
         ("--max-model-len 4096", "context_length", 4096),
         ("--max-prefill-tokens 4096", "max_step_tokens", 4096),
         ("--gpu-memory-utilization 0.8", "memory_utilization", 0.8),
@@ -188,6 +193,10 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
         ("--tp 0 --dp 8 --enable-dp-attention", "--tp 0: must be at least 1"),
         ("x --model y", "x: --model y names another model: give one of them"),
         ("--disaggregation-mode prefill", "are not built yet"),
+        ("--speculative-config {}", "is --speculative-algorithm NEXTN --speculative-num-steps N"),
+        ("--kv-transfer-config {}", "are not built yet: leave it out"),
+        ("--decode-context-parallel-size 2", "are not built yet: leave it out"),
+        ("--revision main", "is for hf download: --model takes the folder"),
         ("--gpu-memory-utilization 1.5", "--memory-utilization 1.5: must be above 0"),
         ("--gpu-memory-utilization 0.5 --kv-memory 1GB", "leave it out, or --kv-memory"),
     ],
@@ -319,8 +328,8 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     file = tmp_path / "c.yaml"
     ((name, _),) = KNOWN[flag].sets.items()
     meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
-    own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2"}.get(name)
-    own = own or ("[a=on]" if name in ("lora", "fusion") else "true")
+    own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2", "policy": "fifo"}
+    own = own.get(name) or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):
         file.write_text("\n".join(rows))
@@ -332,7 +341,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     ("text", "said"),
     [
         ("gpu-memory-utilization: 1.5", "line 1: --memory-utilization 1.5: must be above 0"),
-        ("gpu-memory-utilization: much", "line 1: gpu-memory-utilization: 'much': invalid float"),
+        ("gpu-memory-utilization: much", "line 1: gpu-memory-utilization: 'much': is not a number"),
         ("max-prefill-tokens: 0", "line 1: --max-step-tokens 0: must be at least 1"),
     ],
 )
@@ -358,7 +367,7 @@ def test_a_file_says_no_as_the_command_line_does(tmp_path):
 
 def test_the_flag_that_was_given_is_named(capsys):
     assert main(["serve", "--max-prefill-tokens", "x"]) == 2
-    assert "argument --max-prefill-tokens: invalid int value: 'x'" in capsys.readouterr().err
+    assert "argument --max-prefill-tokens: 'x' is not a whole number" in capsys.readouterr().err
 
 
 def test_another_name_of_platform_hides_no_line(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -228,6 +229,13 @@ def test_the_readme_says_the_essential_on_one_screen() -> None:
     ):
         assert said in top
     assert '".[cuda]" && ds-runtime serve' in top and '".[cpu]" && ds-runtime serve' in top
+
+
+def test_what_ran_of_v3_is_what_its_records_say() -> None:
+    (said,) = re.findall(r"\[(\d+) of its (\d+) layers\]", (ROOT / "README.md").read_text())
+    lines = (ROOT / "benchmarks/results/v3_whole.jsonl").read_text().splitlines()
+    ran = max((r["layers"], r["of_layers"]) for r in map(json.loads, lines))
+    assert tuple(map(int, said)) == ran and ran[0] < ran[1], "once all ran, say so"
 
 
 def test_the_size_of_the_plugin_in_the_readme_is_its_size() -> None:

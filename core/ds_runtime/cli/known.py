@@ -22,6 +22,19 @@ _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes
 _STORED = "the checkpoint's own config says how its weights are stored"
 _SUMS = "what ds-runtime tune comm has measured decides how ranks add up"
 _ALWAYS = "is always so here"
+_OWN_FILES = "is read from the checkpoint's folder: put it there"
+_TEXT = "models here read and write text alone"
+_GRAMMARS = "one serves all kinds of grammars"
+_SEQUENCE = "ranks that divide one sequence are not built yet: leave it out"
+_HOST = "replicas run on one machine: start a server on each, and a router in front"
+_ORDER = Spelling(
+    "requests come in order of their arrival; --policy priority takes the important first",
+    takes="one",
+    values={
+        "fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one"),
+        "priority": Spelling("is --policy priority here", {"policy": "priority"}, takes="one"),
+    },
+)
 
 
 def _one(says: str) -> Spelling:
@@ -41,6 +54,27 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-lora": nothing("not needed: --lora or --max-loras says so"),
     "--max-loras-per-batch": "max_loras",
     "--skip-tokenizer-init": refused("text comes in and goes out: leave it out"),
+    "--tokenizer": refused(_OWN_FILES, "one"),
+    "--tokenizer-path": refused(_OWN_FILES, "one"),
+    "--revision": refused("is for hf download: --model takes the folder that it prints", "one"),
+    "--download-dir": refused("is the variable HF_HUB_CACHE here", "one"),
+    "--hf-overrides": refused("is a change of the checkpoint's config.json here", "one"),
+    "--json-model-override-args": refused("is a change of the checkpoint's config.json", "one"),
+    "--generation-config": nothing(
+        "defaults come from the checkpoint's generation_config.json, and requests may differ", "one"
+    ),
+    "--override-generation-config": refused("is a change of generation_config.json here", "one"),
+    "--preferred-sampling-params": refused("is a change of generation_config.json here", "one"),
+    "--model-impl": nothing("the model's code is the runtime's own", "one"),
+    "--quantization-param-path": nothing(f"not needed: {_STORED}", "one"),
+    "--max-cpu-loras": nothing("--max-loras says how many adapters are held", "one"),
+    "--max-loaded-loras": nothing("--max-loras says how many adapters are held", "one"),
+    "--limit-mm-per-prompt": nothing(_TEXT, "one"),
+    "--language-model-only": nothing(_TEXT),
+    "--enable-multimodal": refused(f"{_TEXT}: leave it out"),
+    "--is-embedding": refused(f"{_TEXT}: leave it out"),
+    "--enable-custom-logit-processor": refused("requests bring no code: leave it out"),
+    "--logits-processors": refused("requests bring no code: leave it out", "many"),
     # devices
     "--tp-size": "tp",
     "--tensor-parallel-size": "tp",
@@ -60,6 +94,14 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-expert-distribution-metrics": Spelling(
         "is --expert-metrics here", {"expert_metrics": "true"}
     ),
+    "--eplb-config": nothing(_BALANCE, "one"),
+    "--eplb-algorithm": nothing(_BALANCE, "one"),
+    "--ep-num-redundant-experts": nothing(_BALANCE, "one"),
+    "--ep-dispatch-algorithm": nothing(_BALANCE, "one"),
+    "--init-expert-location": nothing(_BALANCE, "one"),
+    "--all2all-backend": nothing(
+        "rows of all ranks are gathered: no other way is built yet", "one"
+    ),
     "--moe-a2a-backend": nothing(
         "rows of all ranks are gathered: no other way is built yet", "one"
     ),
@@ -70,6 +112,16 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-torch-symm-mem": nothing(_SUMS),
     "--enable-symm-mem": nothing(_SUMS),
     "--enable-mscclpp": nothing(_SUMS),
+    "--cp-size": _one(_SEQUENCE),
+    "--attn-cp-size": _one(_SEQUENCE),
+    "--decode-context-parallel-size": _one(_SEQUENCE),
+    "--prefill-context-parallel-size": _one(_SEQUENCE),
+    "--distributed-executor-backend": nothing("ranks are processes of the server", "one"),
+    "--data-parallel-backend": nothing("replicas are processes of the server", "one"),
+    "--data-parallel-size-local": refused(_HOST, "one"),
+    "--data-parallel-address": refused(_HOST, "one"),
+    "--data-parallel-rpc-port": refused(_HOST, "one"),
+    "--enable-dbo": nothing("two halves of a step at the same time are not built yet"),
     "--enable-two-batch-overlap": nothing(
         "two halves of a step at the same time are not built yet"
     ),
@@ -78,6 +130,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     ),
     "--disaggregation-transfer-backend": nothing(_APART, "one"),
     "--disaggregation-ib-device": nothing(_APART, "one"),
+    "--disaggregation-bootstrap-port": nothing(_APART, "one"),
+    "--kv-transfer-config": refused(_APART, "one"),
+    "--kv-events-config": refused("events of the cache are not sent: leave it out", "one"),
     # KV beyond the device
     "--hicache-storage-backend": Spelling(
         "is --disk-cache DIR here",
@@ -103,6 +158,10 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--no-enable-prefix-caching": Spelling(
         "is --disable-radix-cache here", {"disable_radix_cache": "True"}
     ),
+    "--kv-cache-memory-bytes": "kv_memory",
+    "--num-gpu-blocks-override": refused("--kv-memory sizes the KV cache", "one"),
+    "--enable-sleep-mode": refused("weights stay on the device: leave it out"),
+    "--enable-memory-saver": refused("weights stay on the device: leave it out"),
     "--max-total-tokens": refused("--kv-memory sizes the KV cache", "one"),
     "--swap-space": nothing("not needed: a request that is preempted is computed again", "one"),
     "--cpu-offload-gb": refused("weights stay on the device: leave it out", "one"),
@@ -116,11 +175,21 @@ KNOWN: Mapping[str, str | Spelling] = {
     ),
     "--enable-chunked-prefill": nothing(_ALWAYS),
     "--enable-mixed-chunk": nothing(_ALWAYS),
-    "--schedule-policy": Spelling(
-        "requests come in order of their arrival; --policy priority takes the important first",
-        takes="one",
-        values={"fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one")},
+    "--schedule-policy": _ORDER,
+    "--scheduling-policy": _ORDER,
+    "--enable-priority-scheduling": Spelling("is --policy priority here", {"policy": "priority"}),
+    "--async-scheduling": nothing("is so unless --disable-overlap-schedule is given"),
+    "--no-async-scheduling": Spelling(
+        "is --disable-overlap-schedule here", {"disable_overlap_schedule": "True"}
     ),
+    "--compilation-config": nothing(
+        "steps are captured as they are: --disable-graph turns that off", "one"
+    ),
+    "--max-seq-len-to-capture": nothing("--max-graph-size bounds what is captured", "one"),
+    "--load-balance-method": nothing(
+        "a prompt goes to the replica with the fewest running choices", "one"
+    ),
+    "--allow-auto-truncate": refused("a prompt that is too long is refused: shorten it"),
     "--schedule-conservativeness": nothing(
         "a request starts when there are pages for its prompt, and may be preempted", "one"
     ),
@@ -128,6 +197,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enforce-eager": Spelling("is --disable-graph here", {"disable_graph": "True"}),
     # speculation
     "--speculative-algo": "speculative_algorithm",
+    "--speculative-config": refused(
+        "is --speculative-algorithm NEXTN --speculative-num-steps N here", "one"
+    ),
     "--speculative-draft": "speculative_draft_model_path",
     "--speculative-draft-model": "speculative_draft_model_path",
     # kernels
@@ -138,18 +210,35 @@ KNOWN: Mapping[str, str | Spelling] = {
         "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
     "--enable-deterministic-inference": "batch_invariant",
+    "--prefill-attention-backend": refused("is --pin mha_prefill=KERNEL here", "one"),
+    "--decode-attention-backend": refused("is --pin mla_decode=KERNEL here", "one"),
+    "--lora-backend": nothing("--pin lora_delta=KERNEL chooses it", "one"),
     "--sampling-backend": nothing("the platform's plugin has the sampler", "one"),
-    "--grammar-backend": nothing("one serves all kinds of grammars", "one"),
+    "--grammar-backend": nothing(_GRAMMARS, "one"),
     # server
     "--enable-auto-tool-choice": nothing(
         "not needed: tools are parsed where a request brings them"
     ),
+    "--enable-reasoning": nothing("not needed: thinking is parsed where the model thinks"),
+    "--guided-decoding-backend": nothing(_GRAMMARS, "one"),
+    "--structured-outputs-config": nothing(_GRAMMARS, "one"),
+    "--chat-template-content-format": nothing("the template says what it takes", "one"),
+    "--api-server-count": nothing("one process speaks HTTP for all replicas", "one"),
+    "--tokenizer-worker-num": nothing("one process reads and writes text", "one"),
+    "--allowed-origins": refused("is --cors-origins A,B here", "one"),
+    "--otlp-traces-endpoint": "otlp_endpoint",
+    "--enable-prompt-tokens-details": nothing("not needed: usage always says it"),
     "--enable-metrics": nothing("not needed: /metrics is always there"),
     "--enable-cache-report": nothing("not needed: usage always says it"),
     "--disable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--no-enable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--enable-log-requests": nothing("a line per request is logged, without its text"),
+    "--log-requests": nothing("a line per request is logged, without its text"),
+    "--log-requests-level": nothing("a line per request is logged, without its text", "one"),
     "--uvicorn-log-level": nothing("--log-level is for all lines", "one"),
     "--stream-interval": nothing("every step's tokens are sent at once", "one"),
     "--random-seed": nothing("requests bring their own seed", "one"),
+    "--seed": nothing("requests bring their own seed", "one"),
     "--skip-server-warmup": nothing("steps are captured and tried before the port opens"),
 }
 

@@ -36,6 +36,7 @@ class EngineConfig:
         "auto reads the checkpoint's files; dummy makes random weights on the device from "
         "config.json alone, in its formats, to measure speed: answers mean nothing",
         choices=("auto", "dummy"),
+        also={"safetensors": "auto"},
     )
     chat_template: str | None = setting(
         None, "jinja file used instead of the checkpoint's template"

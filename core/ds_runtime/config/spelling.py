@@ -96,7 +96,8 @@ class Known(argparse.Action):
             try:
                 self(parser, namespace, given)
             except argparse.ArgumentError as e:
-                raise ValueError(e.message) from None
+                said = e.message.removeprefix(f"{given[-1]!r} ")  # a file's error names it already
+                raise ValueError(said) from None
         return namespace
 
 

@@ -10,6 +10,8 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--disable-cuda-graph": "disable_graph",
     "--cuda-graph-bs": "graph_sizes",
     "--cuda-graph-max-bs": "max_graph_size",
+    "--cuda-graph-sizes": "graph_sizes",
+    "--max-cudagraph-capture-size": "max_graph_size",
     "--disable-piecewise-cuda-graph": "disable_prefill_graph",
     "--piecewise-cuda-graph-max-tokens": "max_prefill_graph_size",
     "--piecewise-cuda-graph-tokens": "prefill_graph_sizes",
