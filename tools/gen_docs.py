@@ -291,8 +291,8 @@ V4 = {
 }
 INSTRUCTION_SETS = {
     "generic, avx2, avx512, avx512bf16": "*ran on* CPUs of x86-64",
-    "amx": "*ran under emulation* of its instructions (`tools/check_native.py amx`), the kernels of "
-    "DeepSeek-V4 included; earlier kernels *ran on* an Intel Xeon",
+    "amx": "*ran under emulation* of its instructions (`tools/check_native.py amx`), kernels of "
+    "DeepSeek-V4 included; earlier ones *ran on* an Intel Xeon",
 }
 
 
