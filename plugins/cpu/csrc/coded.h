@@ -186,16 +186,20 @@ struct Coded : TilesOf<X> {
   template <int M>
   static void tile_of(const Panel& p, const Block& block, int64_t k0, int64_t k1, const Tokens& x,
                       int64_t t, float (*sums)[NB], bool more, Ahead ahead) {
+    constexpr bool FLOATS = !DS_BF16_DOTS || sizeof(X) == 4;  // else pairs of tokens are multiplied
     const bf16* unpacked = block.w;
-    groups<M, true>(p, k0, k1, x, t, sums, more, ahead,
-                    [&](const uint8_t*, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
-                      const bf16* w = unpacked + 2 * c0;
-                      rows.each_pair(n, fetch, [&](int64_t i) {
-                        add_pairs(w, rows.at, i, acc);
-                        w += 2 * NB;
+    groups<M, FLOATS>(p, k0, k1, x, t, sums, more, ahead,
+                      [&](const uint8_t*, int64_t n, int c0, auto& rows, auto& acc, Ahead& fetch) {
+                        const bf16* w = unpacked + 2 * c0;
+                        if (c0 + CHUNK_VECTORS<M> * F::W >= NB) unpacked += padded_k(n) * NB;
+                        if constexpr (FLOATS)
+                          rows.each_pair(n, fetch, [&](int64_t i) {
+                            add_pairs(w, rows.at, i, acc);
+                            w += 2 * NB;
+                          });
+                        else
+                          pairs_dots(w, n, rows, acc, fetch);
                       });
-                      if (c0 + CHUNK_VECTORS<M> * F::W >= NB) unpacked += padded_k(n) * NB;
-                    });
   }
   static void finish(const Panel&, const Tokens&, int64_t, float*, float*) {}
 };
