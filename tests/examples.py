@@ -1,30 +1,10 @@
-"""How much of what a test could try it tries under the profile that runs.
-
-`.ci/run` has the profile `ci`, and `.ci/run --all`, which a release passes, `deep`.
-"""
+"""How many examples a test of properties tries under the profile that runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 from hypothesis import settings
-
-T = TypeVar("T")
 
 
 def examples(usual: int) -> int:
     """`usual`, scaled as the profile scales hypothesis' own 100."""
     return max(1, usual * settings.default.max_examples // 100)
-
-
-def is_deep() -> bool:
-    """Whether everything is tried."""
-    return settings.default.max_examples > 100
-
-
-def some_of(every: Sequence[T], count: int) -> list[T]:
-    """All under the profile `deep`, else `count` of them at even steps."""
-    if is_deep() or count >= len(every):
-        return list(every)
-    return [every[i * len(every) // count] for i in range(count)]

@@ -16,7 +16,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
-from examples import is_deep
+from parts import is_deep
 
 SETTINGS = {
     "platform": "cpu",

@@ -21,7 +21,7 @@ from ds_runtime.text.formats.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_bench.engine.drafts import DraftCheck
-from examples import is_deep
+from parts import is_deep
 
 FOLDER = resolve_model("demo")
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -12,7 +12,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.tensors import SINGLE, read_header
 from ds_runtime_bench.engine import accuracy
-from examples import is_deep
+from parts import is_deep
 
 FOLDER = resolve_model("demo-v32")
 HELD = json.loads((resolve_model("demo") / "heldout.json").read_text())

@@ -15,7 +15,7 @@ from served import serving
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.description.hf import load_config
 from ds_runtime_bench.engine import accuracy
-from examples import is_deep
+from parts import is_deep
 
 FOLDER, DEMO = resolve_model("demo-v4"), resolve_model("demo")
 RECIPE = json.loads((FOLDER / "RECIPE.json").read_text())

@@ -22,7 +22,7 @@ from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import check_float32
 from ds_runtime_kit.support import APART
-from examples import some_of
+from parts import some_of
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 SETTINGS = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_graphs import set_up
 from test_speculation import SETTINGS, asked, shortened
-from test_speculation_pairs import answers, made  # noqa: F401
+from test_speculation_pairs import adapter, answers, made, once  # noqa: F401
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -25,7 +25,6 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.parallel.world import World
-from ds_runtime_kit.models.adapters import write_adapter
 
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
@@ -162,17 +161,23 @@ def driven(runner, aborted):
     return tokens, stats.preemptions, stats.accepted_tokens > 0
 
 
+CROWDED = {**SETTINGS, "context_length": 40, "page_size": 4, "max_step_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def undrafted():
+    return driven(run(CROWDED), "2")[0]
+
+
 @pytest.mark.parametrize("drafting", [CHAIN, TREE, ADAPTIVE], ids=("chain", "tree", "adaptive"))
 @pytest.mark.parametrize("captured", [True, False])
-def test_aborts_and_preemption(recorded, drafting, captured):
+def test_aborts_and_preemption(recorded, undrafted, drafting, captured):
     """Four requests of 38 tokens, and pages for 80."""
-    settings = {**SETTINGS, "context_length": 40, "page_size": 4, "max_step_tokens": 40}
-    want, _, _ = driven(run(settings), "2")
-    settings |= {"platform": "recorded", "plugins": (), "kv_memory": 1_110_000}
+    settings = {**CROWDED, "platform": "recorded", "plugins": (), "kv_memory": 1_110_000}
     settings |= {"graph_sizes": (4,)} if captured else {"disable_graph": True}
     settings |= drafting
     found, preempted, drafted = driven(run(settings, [recorded]), "2")
-    assert found == want and len(found) == 3 and preempted
+    assert found == undrafted and len(found) == 3 and preempted
     assert drafted or drafting is ADAPTIVE  # where it may not have paid
     assert not captured or any(recorded.Recorded.backend.replays)
 
@@ -180,19 +185,17 @@ def test_aborts_and_preemption(recorded, drafting, captured):
 @DRAFTING
 @pytest.mark.parametrize("shape", ["tiny-v3", "tiny-v32"], ids=("fp8", "sparse"))
 def test_formats_and_sparse_attention(recorded, made, shape, drafting):  # noqa: F811
-    ours = {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
-    plain, _ = answers(made[shape], **ours, disable_graph=True)
+    ours = {"platform": "recorded", "plugins": (), "extra_plugins": (recorded,)}
+    plain, _ = once(made[shape], **ours, disable_graph=True)
     found, stats = answers(made[shape], **ours, **drafting, **WHOLE)
     assert found == plain and stats.draft_tokens > 0
     assert all(recorded.Recorded.backend.replays)
 
 
 @DRAFTING
-def test_adapters(recorded, tmp_path, drafting):
-    config = load_config(resolve_model("demo"))
-    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
-    settings = {"lora": (f"a={tmp_path / 'a'}",), "max_running_requests": 2}
-    plain, _ = answers("demo", adapters=("a", None), **settings)
+def test_adapters(recorded, adapter, drafting):  # noqa: F811
+    settings = {**adapter, "max_running_requests": 2}
+    plain, _ = once("demo", adapters=("a", None), **settings)
     settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
     found, stats = answers("demo", adapters=("a", None), **settings, **drafting, **WHOLE)
     assert found == plain and stats.accepted_tokens > 0

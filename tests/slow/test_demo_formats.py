@@ -14,7 +14,7 @@ from ds_runtime import LLM
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_convert.run import convert
-from examples import some_of
+from parts import some_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LOSS = {  # points, of sums and calls together

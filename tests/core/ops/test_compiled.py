@@ -29,7 +29,8 @@ from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
-from examples import examples, is_deep
+from examples import examples
+from parts import is_deep
 
 # Modules of torch that its compiler imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
