@@ -1,5 +1,5 @@
 """The emulated matrix units (tests/native/amx_emulated.h) against what Intel's manual says of them,
-in exact arithmetic. Kernels run on them in tests/slow/test_amx_kernels.py.
+in exact arithmetic. `tools/check_native.py amx` runs kernels on them.
 """
 
 from __future__ import annotations
