@@ -244,7 +244,10 @@ class Disk:
     def close(self, seconds: float = PATIENCE) -> None:
         """The same, and leave."""
         self.drain(seconds)
+        for made, _ in self._looking.values():
+            made.done = True  # what is found from now on is not read
         self._looker.drop(0)
         self._looker.close(0.0)
         self._hands.close(leaves=self.left > 0)
         self.poll()
+        self._looking.clear()  # one that hangs has nothing to give back
