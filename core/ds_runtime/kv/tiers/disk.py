@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ds_runtime.kv.tiers.folder import DiskFolder, Sought
-from ds_runtime.kv.tiers.hand import LOST, Ended, FileThreads, Hands
+from ds_runtime.kv.tiers.hand import LOST, EndedFutures, FileThreads, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
 
 LONGEST = 30.0  # seconds that a request waits for the disk
@@ -70,7 +70,7 @@ class Disk:
         self._reading: dict[Future[int], _Bringing] = {}
         self._looking: dict[Future[int], tuple[Fetch, Finding]] = {}
         self._looker = FileThreads(1, "disk cache, looking")
-        self._ended = Ended()  # of these
+        self._ended = EndedFutures()  # of these
         self._fetches: list[Fetch] = []
         self._late = False  # somebody has waited for longer than is waited for
         self._told = False

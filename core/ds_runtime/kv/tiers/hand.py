@@ -26,7 +26,7 @@ _FORGETS = 1.0  # seconds that a step waits until a file is deleted
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
 
 
-class Ended:
+class EndedFutures:
     """Futures that have ended. Any thread ends one, a single thread takes them.
 
     Who asks each of thousands whether it has ended holds the interpreter's lock, which the threads
@@ -84,7 +84,7 @@ class Hands(Protocol):
         """Continue. finish: wait for copies."""
         ...
 
-    def wait(self, ended: Ended, seconds: float) -> None:
+    def wait(self, ended: EndedFutures, seconds: float) -> None:
         """Return once one of those that it watches has ended, or after so long."""
         ...
 
@@ -233,7 +233,7 @@ class DiskHand:
         while self._waiting and self._waiting[0].after <= ended:
             self._waiting.popleft().begin()
 
-    def wait(self, ended: Ended, seconds: float) -> None:
+    def wait(self, ended: EndedFutures, seconds: float) -> None:
         """As Hands."""
         ended.wait(seconds)
 

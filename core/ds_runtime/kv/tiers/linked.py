@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ds_runtime.kv.tiers.hand import LOST, DiskHand, Ended
+from ds_runtime.kv.tiers.hand import LOST, DiskHand, EndedFutures
 
 _LOOK = 0.002  # seconds between two looks at own files, while others are waited for
 
@@ -106,7 +106,7 @@ class DiskLink:
             del self._asked[number]
         asked.future.set_result(LOST if asked.lost else asked.nbytes)
 
-    def wait(self, ended: Ended, seconds: float) -> None:
+    def wait(self, ended: EndedFutures, seconds: float) -> None:
         """As Hands."""
         until = time.monotonic() + seconds
         while True:
@@ -160,7 +160,7 @@ class LinkedHands:
             self._own.poll(finish)
         self._link.poll()
 
-    def wait(self, ended: Ended, seconds: float) -> None:
+    def wait(self, ended: EndedFutures, seconds: float) -> None:
         """As Hands."""
         self._link.wait(ended, seconds)
 
@@ -177,7 +177,7 @@ class DiskFollower:
     def __init__(self, hand: DiskHand, group: int) -> None:
         self._hand, self._group = hand, group
         self._under_way: dict[Future[int], int] = {}  # numbers of their jobs
-        self._ended = Ended()
+        self._ended = EndedFutures()
 
     @property
     def busy(self) -> bool:
