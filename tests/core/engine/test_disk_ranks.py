@@ -24,7 +24,7 @@ from ds_runtime.errors import EngineDeadError
 from ds_runtime.kv.tiers.disk import Disk
 from ds_runtime.kv.tiers.disks import Disks
 from ds_runtime.kv.tiers.folder import DiskFolder
-from ds_runtime.kv.tiers.hand import LOST, DiskHand, Ended
+from ds_runtime.kv.tiers.hand import LOST, DiskHand, EndedFutures
 from ds_runtime.kv.tiers.host import BACK, POLICIES
 from ds_runtime.kv.tiers.linked import DiskDone, DiskFollower, DiskJob, DiskLink, LinkedHands
 from ds_runtime.kv.tiers.slots import TierSlots
@@ -148,7 +148,7 @@ class LinkMachine(RuleBasedStateMachine):
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=4))
 @settings(max_examples=examples(20), deadline=None)
 def test_each_end_is_taken_once_whichever_thread_it_ends_in(counts):
-    ended, futures = Ended(), [[Future() for _ in range(count)] for count in counts]
+    ended, futures = EndedFutures(), [[Future() for _ in range(count)] for count in counts]
     for future in chain.from_iterable(futures):
         ended.watch(future)
     threads = [
