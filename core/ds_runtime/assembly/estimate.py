@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
@@ -11,6 +13,7 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hybrid.config import SPARSE
 from ds_runtime.description.sites import first_experts
 from ds_runtime.description.tree import Ranks
+from ds_runtime.errors import blaming
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Kernel, Site
@@ -115,12 +118,18 @@ def decode_bytes(assembly: Assembly) -> int:
 
 def _workspace(assembly: Assembly, rows: Mapping[str, int]) -> int:
     """The most that a kernel of these ops says it holds in a call of so many rows."""
-    held = [
-        kernel.footprint.workspace(site_facts(assembly.facts, site), rows[site.op])
-        for site, kernel in assembly.binding.choices
-        if site.op in rows and kernel is not None and kernel.footprint.workspace is not None
-    ]
-    return max(held, default=0)
+    held = 0.0
+    for site, kernel in assembly.binding.choices:
+        if site.op in rows and kernel is not None and kernel.footprint.workspace is not None:
+            further = "ds-runtime plugins --verbose says whose it is"
+            with blaming(f"{kernel.name}: Footprint.workspace", further):
+                said: Any = kernel.footprint.workspace(
+                    site_facts(assembly.facts, site), rows[site.op]
+                )
+                if not isinstance(said, int | float) or not 0 <= said < math.inf:
+                    raise TypeError(f"returned {said!r}: give bytes, at least 0")
+            held = max(held, said)
+    return int(held)
 
 
 def sparse_bytes(assembly: Assembly) -> int:

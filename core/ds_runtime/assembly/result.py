@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
-from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums, SumSizes
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
@@ -86,6 +86,13 @@ class Assembly:
     def mesh(self) -> Mesh:
         """All ranks of the engine."""
         return Mesh.of(self.config)
+
+    def summing(self, sizes: SumSizes) -> Assembly:
+        """The same with the kinds of all-reduce that its ranks could set up."""
+        if sizes == self.sums.sizes:
+            return self
+        said = f"all-reduces of {self.mesh.attn_tp} ranks: {sizes}; more was measured, and ranks "
+        return replace(self, sums=Sums(sizes, f"{said}could not set it up: the log says why"))
 
     @property
     def adds_at_once(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,12 +167,25 @@ class Costs:
         }
         return replace(self, collectives=merged)
 
+    def without_sums(self, ranks: int) -> Costs:
+        """The same without what all-reduces of so many ranks took beside the library's."""
+        kept = {
+            kind: {n: curve for n, curve in by.items() if kind not in FAST or n != ranks}
+            for kind, by in self.collectives.items()
+        }
+        return replace(self, collectives={kind: by for kind, by in kept.items() if by})
+
     def write(self, path: Path) -> None:
         """As JSON. Raises ConfigError where that cannot be written."""
-        text = json.dumps(_packed(self), indent=1)
+        text, path = json.dumps(_packed(self), indent=1), path.resolve()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
+            part = path.with_name(f".{path.name}.{os.getpid()}")  # engines read it when they start
+            try:
+                part.write_text(text + "\n", encoding="utf-8")
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as e:
             raise ConfigError(f"costs {path}: cannot be written: {e}") from e
 
@@ -184,7 +198,8 @@ class Costs:
             raise ConfigError(f"costs {path}: cannot be read: {e}") from e
         except ValueError as e:
             raise ConfigError(
-                f"costs {path}: {e}; write it with ds-runtime tune costs --out {path}"
+                f"costs {path}: {e}; remove it, and write it with ds-runtime tune costs --out "
+                f"{path}"
             ) from e
 
     @staticmethod

@@ -11,7 +11,15 @@ from ds_runtime.measured.costs import Costs
 from ds_runtime.measured.found import costs_of
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.parallel.mesh import Mesh
-from ds_runtime.parallel.sums.kinds import FAST, LIBRARY, LIBRARY_SUMS, Sums, SumSizes, chosen
+from ds_runtime.parallel.sums.kinds import (
+    FAST,
+    LIBRARY,
+    LIBRARY_SUMS,
+    SUMMED,
+    Sums,
+    SumSizes,
+    chosen,
+)
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 
@@ -26,6 +34,8 @@ def decide(config: EngineConfig, platform: Platform, device: DeviceInfo, plugins
     of_ranks = f"all-reduces of {ranks} ranks"
     if config.disable_custom_all_reduce:
         return Sums(said=f"{of_ranks} are the library's, for --disable-custom-all-reduce")
+    if config.dtype not in SUMMED:
+        return Sums(said=f"{of_ranks} are the library's: no other kind sums {config.dtype}")
     costs = costs_of(plugins, device.name)
     sizes = None if costs is None else of(costs, ranks)
     if sizes is None:

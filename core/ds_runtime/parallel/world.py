@@ -17,7 +17,8 @@ class World:
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
     in_order: sums add the ranks in their order, whatever their size. sums: where they do not, which
-    kinds serve the sums of ranks that divide heads.
+    kinds serve the sums of ranks that divide heads. The attribute of that name: those that rank 0's
+    group could set up.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class World:
         sums: SumSizes = LIBRARY_ALONE,
     ) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
+        self.sums = LIBRARY_ALONE
         solo: Communicator = SoloCommunicator()
         whole = (tuple(range(mesh.size)),)
         made = {
@@ -40,7 +42,9 @@ class World:
             summing = {groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}
         elif mesh.attn_tp > 1 and sums.upto:
             heads = mesh.groups("attn_tp")
-            summing[heads] = BySize(made[heads], sums)
+            by_size = summing[heads] = BySize(made[heads], sums)
+            # Groups that differ in what they could set up differ in nothing that others wait for.
+            self.sums = everyone.gather_objects(by_size.sizes)[0]
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }

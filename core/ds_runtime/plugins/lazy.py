@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 
 
 def absent(path: str) -> str:
@@ -11,7 +12,10 @@ def absent(path: str) -> str:
     lacks the attribute."""
     module, _, attr = path.partition(":")
     if (loaded := sys.modules.get(module)) is not None:
-        return "" if hasattr(loaded, attr) else f"module {module} has no {attr}"
+        try:
+            return "" if hasattr(loaded, attr) else f"module {module} has no {attr}"
+        except Exception as e:  # of its own __getattr__
+            return f"module {module}, asked for {attr}, raised {type(e).__name__}: {e}"
     return "" if _is_there(module) else f"there is no module {module}"
 
 
@@ -30,15 +34,16 @@ def _is_there(module: str) -> bool:
 
 
 def _find(name: str, within: list[str] | None) -> ModuleSpec | None:
-    return top_of(name) if within is None else PathFinder.find_spec(name, list(within))
+    return top_of(name, None if within is None else list(within))
 
 
-def top_of(name: str) -> ModuleSpec | None:
-    """Where a process that has not imported it yet would find it."""
+def top_of(name: str, within: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Where a process that has not imported it yet would find it. within: the folders of its
+    package, which finders of editable installs may do without."""
     for finder in sys.meta_path:
         try:
-            spec = finder.find_spec(name, None)
-        except (AttributeError, ImportError, ValueError):  # importing it says so
+            spec = finder.find_spec(name, within)
+        except Exception:  # importing it says so
             continue
         if spec is not None:
             return spec

@@ -66,7 +66,8 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     found = Predicted(step)
     platform, mesh = assembly.platform, assembly.mesh
     captured = platform.captures and not assembly.config.disable_graph and step.phase == "decode"
-    filled = _filled(assembly, step) if captured else step
+    filled = _filled(assembly, step) if captured else None
+    captured, filled = filled is not None, filled or step
     own = costs.on_the_host(step.rows if step.phase == "decode" else step.sequences)
     queued, sides = 0.0, dict.fromkeys(("shared", "choice", ""), 0.0)
     for call in calls(assembly, filled):
@@ -91,7 +92,10 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
         found.add(REPLAY, costs.replay)
     found.seconds = sum(found.by.values())
     # Steps are launched ahead of a device that queues: it waits for the host's rest alone.
-    waits = own if not platform.asynchronous else max(0.0, own + queued - found.seconds)
+    waits = own
+    if platform.asynchronous:
+        ahead, late = not assembly.config.disable_overlap_schedule, queued - found.seconds
+        waits = max(0.0, own + late) if ahead else own + max(0.0, late)
     if waits > 0:
         found.add(HOST, waits)
         found.seconds += waits
@@ -102,11 +106,14 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     return found
 
 
-def _filled(assembly: Assembly, step: Step) -> Step:
-    """The captured step that serves it: sequences that fill it up are computed, too."""
+def _filled(assembly: Assembly, step: Step) -> Step | None:
+    """The captured step that serves it: sequences that fill it up are computed, too. None where
+    none has as many, and it runs op by op."""
     groups = assembly.mesh.attn_dp
     own = -(-step.rows // groups)
-    size = next((n for n in graph_sizes(assembly.config) if n >= own), own)
+    sizes = graph_sizes(assembly.config, assembly.platform.capture_after > 0)
+    if (size := next((n for n in sizes if n >= own), None)) is None:
+        return None
     return Step(step.phase, size * groups, size * groups, step.context)
 
 

@@ -79,6 +79,7 @@ def follow(spec: RankSpec, member: Member) -> None:
 
     with during("at the start"):
         world = join(spec, assembly, met)
+        assembly = assembly.summing(world.sums)
     runner = start_runner(spec, assembly, world)
     garbage.settle()
     disk: DiskFollower | None = None

@@ -58,7 +58,9 @@ def start_engine(
                 leader = Leader(spec.address, own, differences, spec.nodes, spec.keys)
             if others is not None:
                 others.start()
-            world = join(spec, assembly, lambda: _meet(spec, leader, assembly, others))
+            decided = assembly
+            world = join(spec, decided, lambda: _meet(spec, leader, decided, others))
+            assembly = decided.summing(world.sums)
         runner = start_runner(spec, assembly, world)
         with during("while it built the engine"):
             engine = Engine(assembly, runner, leader)

@@ -16,14 +16,16 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 class BySize(Through):
     """A communicator whose `all_reduce` is one of `group`'s fast sums where `sizes` say so. Every
-    rank makes one at the same time, with the same sizes."""
+    rank makes one at the same time, with the same sizes. `sizes`: those of kinds that all have."""
 
     def __init__(self, group: Communicator, sizes: SumSizes) -> None:
         super().__init__(group)
         # A communicator that was written before `fast_sums` was in the contract has none.
         asked = sizes.most > 0 and hasattr(group, "fast_sums")
         self._fast = dict(group.fast_sums(sizes.most)) if asked else {}
-        self._sizes = SumSizes(tuple(one for one in sizes.upto if one[0] in self._fast))
+        # A kind that one rank lacks would keep the others waiting.
+        common = set(self._fast).intersection(*group.gather_objects([*self._fast])) if asked else ()
+        self.sizes = SumSizes(tuple(one for one in sizes.upto if one[0] in common))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype in _DTYPES and (sum_up := self._sum_of(x)) is not None:
@@ -31,4 +33,4 @@ class BySize(Through):
         return self._group.all_reduce(x)
 
     def _sum_of(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        return self._fast.get(self._sizes.kind(x.numel() * x.element_size()))
+        return self._fast.get(self.sizes.kind(x.numel() * x.element_size()))

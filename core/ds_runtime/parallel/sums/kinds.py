@@ -26,6 +26,9 @@ IN_ORDER: Final = "in_order"
 MOST = 1 << 26
 """Bytes of a message beyond which the library's own always serves."""
 
+SUMMED: Final = ("float32", "bfloat16")
+"""Dtypes that fast kinds sum."""
+
 ALIGNED = 16
 """Bytes of which a message of a fast kind is a multiple."""
 

@@ -149,6 +149,22 @@ def _known(path: Path, device: str) -> Any:
     return found
 
 
+def _to_add_to(args: Namespace, out: Path, assembly: Any) -> Any:
+    """The costs in the file, or else those that a plugin ships for the device."""
+    from ds_runtime.measured.found import costs_of
+
+    device = assembly.device.name
+    if out.exists():
+        return _known(out, device)
+    shipped = None if args.out is not None else costs_of(assembly.plugins, device)
+    if shipped is None:
+        raise ConfigError(
+            f"costs {out}: cannot be read: there is no such file; run ds-runtime tune costs"
+            f"{'' if args.out is None else f' --out {out}'} first"
+        )
+    return shipped
+
+
 def _check_ranks(platform: Any, ranks: int) -> None:
     """That each rank has a device, or a core where ranks share the host's."""
     from ds_runtime.platform.cores import cores
@@ -188,10 +204,10 @@ def run_comm(args: Namespace) -> int:
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
     _check_ranks(assembly.platform, args.ranks)
     out = _file(args, assembly.device.name)
-    costs = _known(out, assembly.device.name)
+    costs = _to_add_to(args, out, assembly)
     as_served(assembly.platform)
     found = comm.measure(assembly.platform, args.ranks)
-    costs = costs.with_collectives(found)
+    costs = costs.without_sums(args.ranks).with_collectives(found)
     costs.write(out)
     for kind, curves in found.items():
         said = ", ".join(
@@ -212,7 +228,7 @@ def run_host(args: Namespace) -> int:
 
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
     out = _file(args, assembly.device.name)
-    costs = _known(out, assembly.device.name)
+    costs = _to_add_to(args, out, assembly)
     found = host_steps.measure(args.requests or host_steps.REQUESTS)
     replace(costs, host=found).write(out)
     said = ", ".join(f"{count}: {seconds * 1e3:.2f}" for count, seconds in found)

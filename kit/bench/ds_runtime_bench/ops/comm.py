@@ -116,7 +116,8 @@ def _input(platform: Platform, comm: Communicator, kind: str, size: int) -> Tens
     shape = {
         "gather_rows": (1, values // comm.size),
         "all_gather": (each, values // each // comm.size),
-    }.get(kind, (comm.size, values // comm.size))
+        "reduce_scatter": (comm.size, values // comm.size),
+    }.get(kind, (values,))
     return torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))
 
 

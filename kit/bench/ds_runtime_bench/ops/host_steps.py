@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from ds_runtime_bench.ops.comm import rising
@@ -29,8 +30,8 @@ def measure(
         raw = {**config_of("tiny-v3", "bfloat16"), **_ONE_LAYER}
         (model / "config.json").write_text(json.dumps(raw))
         for count in requests:
-            with context.Pool(1) as pool:
-                found[count] = pool.apply(_one, (str(model), count, steps))
+            with ProcessPoolExecutor(1, context) as pool:  # which tells where the process is killed
+                found[count] = pool.submit(_one, str(model), count, steps).result()
     return rising(found.items())
 
 
