@@ -67,6 +67,11 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"ds_runtime_{name}{{"))
 
 
+def expected_and_took(url: str) -> tuple[float, float]:
+    name = "prefill_step{}_seconds_total"
+    return metric(url, name.format("_expected")), metric(url, name.format(""))
+
+
 def mixed(url: str, seed: int, count: int, length: int) -> tuple[list[list[int]], list[float]]:
     """Streams that run while long prompts come: all answers, and the gaps of the streams."""
     running = [(ids(20, seed + i), count) for i in range(4)]
@@ -91,9 +96,15 @@ def test_chunks_are_cut_and_answers_are_the_same():
         answers, _ = mixed(url, 1, 60, 500)
         assert metric(url, "prefill_steps_cut_total") > cut
         assert metric(url, "prefill_chunk_tokens_total") >= 4 * 500
-        took = metric(url, "prefill_step_seconds_total")
-        expected = metric(url, "prefill_step_expected_seconds_total")
-        assert 0.2 < expected / took < 5  # others may take the processor between two steps
+        before, found = (0.0, 0.0), list[float]()
+        for seed in (101, 201, 301):  # others take the processor between two steps: not each time
+            now = expected_and_took(url)
+            found.append((now[0] - before[0]) / (now[1] - before[1]))
+            if 0.4 < found[-1] < 2.5:
+                break
+            before = now
+            mixed(url, seed, 60, 500)
+        assert 0.4 < found[-1] < 2.5, found
         alone = [stream(url, ids(20, 1 + i), 60)[0] for i in range(4)]
         alone += [stream(url, ids(500, 11 + i), 4)[0] for i in range(4)]
         assert answers == alone

@@ -22,6 +22,12 @@ from examples import examples
 MATES = [msgspec.structs.replace(OWN, rank=rank) for rank in (1, 2)]
 
 
+@pytest.fixture
+def told_only(monkeypatch):
+    """Nobody is missed for his silence: what is known sooner was told, or a connection broke."""
+    monkeypatch.setattr("ds_runtime.parallel.link.end.SILENCE", 90.0)
+
+
 class Told:
     """What `lost` was given."""
 
@@ -58,7 +64,7 @@ def three(watched=True):
     leader.close()
 
 
-def test_a_rank_that_fails_tells_all():
+def test_a_rank_that_fails_tells_all(told_only):
     with three() as (_, _, ends, told):
         begin = time.monotonic()
         assert ends[1].fail(2, "engine rank 2 failed: x") == "engine rank 2 failed: x (on node 2)"
@@ -169,7 +175,7 @@ def test_who_waits_hears_nothing_of_signs_of_life():
         assert msgspec.msgpack.decode(ends[0].receive(), type=Word).text == "a"
 
 
-def test_a_rank_that_dies_while_others_are_awaited_is_missed_at_once():
+def test_a_rank_that_dies_while_others_are_awaited_is_missed_at_once(told_only):
     address = f"tcp://127.0.0.1:{free_port()}"
     leader, one, found = Leader(address, OWN, differ, 1), Member(address), []
 
@@ -194,7 +200,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_missed_at_once():
     leader.part()
 
 
-def test_rank_0_that_dies_while_others_are_awaited_is_missed_at_once():
+def test_rank_0_that_dies_while_others_are_awaited_is_missed_at_once(told_only):
     address = f"tcp://127.0.0.1:{free_port()}"
     leader = Leader(address, OWN, differ, 1)
     with others(address, MATES[0]) as found:
@@ -301,7 +307,7 @@ def test_a_refusal_reaches_ranks_that_have_not_decided_yet(comes):
         end.close()
 
 
-def test_a_rank_that_fails_before_it_has_decided_tells_at_once():
+def test_a_rank_that_fails_before_it_has_decided_tells_at_once(told_only):
     with starting(size=2) as (address, _, waiting, found):
         one = Member(address)
         one.arrive(1)

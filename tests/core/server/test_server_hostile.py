@@ -109,8 +109,8 @@ def test_streams_go_on_and_it_is_counted(url):
             if stop.is_set():
                 break
     bad.join()
-    # Seconds: a stream that waited would have one gap, as long as the template runs.
-    assert len(gaps) > 20 and sorted(gaps)[-len(gaps) // 20] < 0.5
+    # A stream that waited would have one gap, as long as the template runs.
+    assert len(gaps) > 20 and max(gaps) < SECONDS / 2
     counted = httpx.get(f"{url}/metrics").text
     assert re.search(r'^ds_runtime_text_work_ended_total\{model_name="m"\} [1-9]', counted, re.M)
 

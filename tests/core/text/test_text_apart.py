@@ -169,13 +169,11 @@ def test_other_requests_go_on_while_some_do_not_end(bpe_folder, tmp_path):
     folder = checkpoint(bpe_folder, tmp_path / "m", SOME.replace("BAD", LOOPS[0]))
     with opened(folder) as text, ThreadPoolExecutor(5) as pool:
         bad = [pool.submit(text.template.render, LOOP) for _ in range(5)]
-        took = []
+        early = 0
         while not all(b.done() for b in bad):
-            begin = time.monotonic()
             assert text.template.render(HONEST) == "fine Hi"
-            took.append(time.monotonic() - begin)
-        # Who waited would do so for all that these take, and be one of two or three.
-        assert sorted(took)[len(took) // 2] < SECONDS and len(took) > 3
+            early += not any(b.done() for b in bad)
+        assert early > 3, "who waits for one of them is not answered before it has ended"
         assert all(isinstance(b.exception(), RequestError) for b in bad) and text.ended == 5
 
 
