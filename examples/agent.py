@@ -2,7 +2,7 @@
 
 python examples/agent.py [URL]
 
-OPENAI_API_KEY is sent if the server has a key.
+OPENAI_API_KEY is sent, if it is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import OpenAI
 
-KEY = os.environ.get("OPENAI_API_KEY", "none")
+KEY = os.environ.get("OPENAI_API_KEY") or "none"
 WEATHER = {"Paris": "sunny, 21 degrees"}
 TOOLS: list[Any] = [
     {
@@ -40,7 +40,7 @@ def get_weather(city: str) -> str:
 def main(url: str, turns: int = 4) -> None:
     """Asks until the model answers without a call, at most `turns` times."""
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+    with OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=KEY) as client:
         model = client.models.list().data[0].id
         for _ in range(turns):
             answer = client.chat.completions.create(

@@ -2,7 +2,7 @@
 
 python examples/client.py [URL]
 
-OPENAI_API_KEY is sent if the server has a key.
+OPENAI_API_KEY is sent, if it is set.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 
 from openai import OpenAI
 
-KEY = os.environ.get("OPENAI_API_KEY", "none")
+KEY = os.environ.get("OPENAI_API_KEY") or "none"
 
 
 def main(url: str) -> None:
     """Prints the answer as it comes."""
-    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+    with OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=KEY) as client:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(
             model=model,

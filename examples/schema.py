@@ -2,7 +2,7 @@
 
 python examples/schema.py [URL]
 
-OPENAI_API_KEY is sent if the server has a key.
+OPENAI_API_KEY is sent, if it is set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 
 from openai import OpenAI
 
-KEY = os.environ.get("OPENAI_API_KEY", "none")
+KEY = os.environ.get("OPENAI_API_KEY") or "none"
 SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}},
@@ -24,7 +24,7 @@ SCHEMA = {
 
 def main(url: str) -> None:
     """Prints the object."""
-    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+    with OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=KEY) as client:
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(
             model=model,

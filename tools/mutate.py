@@ -105,23 +105,9 @@ def run_here(folder: str, environment: Mapping[str, str], tests: Sequence[str], 
     # Warm imports are earlier than pytest's rewriting of assertions in its plugins.
     early = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     plugins = [word for name in PYTEST_PLUGINS for word in ("-p", name)]
-    sys.exit(
-        int(
-            pytest.main(
-                [
-                    "-x",
-                    "-q",
-                    "--hypothesis-profile",
-                    "ci",
-                    "-p",
-                    "no:cacheprovider",
-                    *plugins,
-                    *early,
-                    *tests,
-                ]
-            )
-        )
-    )
+    # The same examples each time, and none that another fault has left.
+    told = ["-x", "-q", "--hypothesis-profile", "ci", "-p", "no:cacheprovider"]
+    sys.exit(int(pytest.main([*told, *plugins, *early, *tests])))
 
 
 class Copy:

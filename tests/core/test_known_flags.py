@@ -314,7 +314,28 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
+SPELLED = {flag: meant for flag, meant in KNOWN.items() if isinstance(meant, Spelling)}
+USED = {
+    flag: meant
+    for flag, meant in SPELLED.items()
+    if meant.takes == "none" or (not meant.refused and (meant.sets or meant.values))
+}
+
+
+@pytest.mark.parametrize("flag", SPELLED.keys() - USED.keys())
+def test_a_value_of_no_use_may_be_anything_in_a_file(flag, tmp_path):
+    """It is what the other engine takes, such as a mapping: the flag's sentence is said."""
+    file = tmp_path / "c.yaml"
+    for text in ("{mode: 3}", "[a, b]", "a"):
+        file.write_text(f"{flag[2:]}: {text}\n")
+        if KNOWN[flag].refused and text not in KNOWN[flag].values:
+            with pytest.raises(ConfigError, match=re.escape(KNOWN[flag].says)):
+                read(str(file), serve_parser())
+        else:
+            read(str(file), serve_parser())
+
+
+@pytest.mark.parametrize("flag", USED)
 def test_a_bad_value_in_a_file_names_its_line(flag, tmp_path):
     file = tmp_path / "c.yaml"
     for text in BAD[KNOWN[flag].takes]:

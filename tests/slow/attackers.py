@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -125,7 +126,11 @@ def _rounds(url: str, name: str) -> None:
     with httpx.Client(base_url=url, timeout=120) as client:
         round = 0
         while True:
-            one(client, round)
+            try:
+                one(client, round)
+            except Exception:
+                traceback.print_exc()
+                os._exit(1)  # who tests must hear of it
             round += 1
             print(name, flush=True)
             time.sleep(0.01)

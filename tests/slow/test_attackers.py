@@ -60,6 +60,7 @@ def attacking(url: str, *names: str) -> Iterator[Counter[str]]:
     try:
         assert begun.wait(120), f"of {names} only {rounds} came through"
         yield rounds
+        assert process.poll() is None, "an attacker has ended by itself"
     finally:
         process.kill()
         process.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 import house
@@ -63,3 +66,10 @@ def test_the_list_of_files_to_split_can_only_shrink():
     assert found["long-files"] == found["split-but-listed"] == (0, "")
     assert {"long-files", "split-but-listed"} <= house.limits().keys()
     assert not [path for path in house.to_split() if not (house.ROOT / path).exists()]
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by their names alone."""
+    tests = Path(__file__).parents[1]
+    names = Counter(p.name for p in tests.rglob("test_*.py") if "golden" not in p.parts)
+    assert not [name for name, count in names.items() if count > 1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ds_runtime.cli.config_file import given
 from ds_runtime.common.address import is_loopback
@@ -34,6 +35,11 @@ _ORDER = Spelling(
         "fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one"),
         "priority": Spelling("is --policy priority here", {"policy": "priority"}, takes="one"),
     },
+)
+_LOWEST_FIRST = Spelling(
+    "is --policy priority here, where the highest number comes first, and not the lowest",
+    {"policy": "priority"},
+    takes="one",
 )
 
 
@@ -176,7 +182,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--enable-chunked-prefill": nothing(_ALWAYS),
     "--enable-mixed-chunk": nothing(_ALWAYS),
     "--schedule-policy": _ORDER,
-    "--scheduling-policy": _ORDER,
+    "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
     "--enable-priority-scheduling": Spelling("is --policy priority here", {"policy": "priority"}),
     "--async-scheduling": nothing("is so unless --disable-overlap-schedule is given"),
     "--no-async-scheduling": Spelling(

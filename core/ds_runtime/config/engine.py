@@ -211,7 +211,11 @@ class EngineConfig:
     prefix_chunk: int = setting(
         4096, "cached tokens that one prefill expansion handles at a time", least=1
     )
-    policy: str = setting("fifo", "order of waiting requests", choices=("fifo", "priority"))
+    policy: str = setting(
+        "fifo",
+        "order of waiting requests; priority takes the highest number first",
+        choices=("fifo", "priority"),
+    )
     disable_overlap_schedule: bool = setting(
         False,
         "schedule a step only after the tokens of the last step are known, even if device and host "

@@ -89,7 +89,8 @@ class Known(argparse.Action):
         if takes == "none" and not isinstance(value, bool):
             raise ValueError("must be true or false")
         words = value if takes == "many" and isinstance(value, list) else [value]
-        if takes != "none" and any(isinstance(word, bool | list | dict) for word in words):
+        used = not self.spelling.refused and (self.spelling.sets or self.spelling.values)
+        if takes != "none" and used and any(isinstance(w, bool | list | dict) for w in words):
             raise ValueError("must be one value" + " or a list" * (takes == "many"))
         if value is not False:
             given = [] if takes == "none" else ["null" if w is None else str(w) for w in words]

@@ -168,7 +168,7 @@ class Costs:
         return replace(self, collectives=merged)
 
     def without_sums(self, ranks: int) -> Costs:
-        """The same without what all-reduces of so many ranks took beside the library's."""
+        """The same without the fast kinds of all-reduce of this number of ranks."""
         kept = {
             kind: {n: curve for n, curve in by.items() if kind not in FAST or n != ranks}
             for kind, by in self.collectives.items()

@@ -115,9 +115,8 @@ def test_streams_go_on_and_it_is_counted(url):
     assert re.search(r'^ds_runtime_text_work_ended_total\{model_name="m"\} [1-9]', counted, re.M)
 
 
-# Seconds for a machine that does other things as well; what hangs does so for as long as FOLDS or
-# the loop of a template, which have no end. A server drains: front._GRACE_SECONDS.
-ENDED = {"loading": 12.0, "rendering": 15.0}
+ENDED = {"loading": 3.0, "rendering": 5.0}  # a server drains: front._GRACE_SECONDS
+TRIES = 3  # the machine lengthens an end, and never shortens one
 ENDS = [(w, n) for w in ("loading", "rendering") for n in ("SIGTERM", "SIGINT", "SIGKILL")]
 
 
@@ -129,6 +128,14 @@ def test_a_signal_ends_it_at_once(folder, tmp_path, end):
     if when == "loading":
         shutil.copytree(folder, tmp_path / "m")
         (folder := tmp_path / "m").joinpath("chat_template.jinja").write_text(FOLDS)
+    took = list[float]()
+    while not took or (took[-1] >= ENDED[when] and len(took) < TRIES):
+        took.append(ends(folder, when, number))
+    assert took[-1] < ENDED[when], took
+
+
+def ends(folder, when, number):
+    """Seconds from the signal to the end of the server's last process."""
     with started(folder) as process:
         if when == "rendering":
             where = read_until(process, r"serving \S+ at (http://\S+)")[1]
@@ -143,8 +150,9 @@ def test_a_signal_ends_it_at_once(folder, tmp_path, end):
         os.kill(process.pid, signal.Signals[number])
         process.wait(20)
         psutil.wait_procs(others, 10)
-        assert time.monotonic() - begin < ENDED[when]
+        took = time.monotonic() - begin
         assert not [one for one in others if one.is_running()]
+    return took
 
 
 def ignored(url):
