@@ -75,6 +75,35 @@ def test_answers_are_the_librarys_and_every_kind_serves(tiny, sharing, tmp_path,
     check_counted(served)
 
 
+@pytest.mark.parametrize(
+    ("lacked", "left"),
+    [
+        ("1 one_shot two_shot", ()),
+        pytest.param("0 one_shot two_shot", (), marks=pytest.mark.slow),
+        pytest.param("1 one_shot", (("two_shot", 2048),), marks=pytest.mark.slow),
+        pytest.param("0 two_shot", (("one_shot", 512),), marks=pytest.mark.slow),
+    ],
+)
+def test_a_kind_that_one_rank_cannot_set_up_serves_none(
+    tiny, sharing, tmp_path, monkeypatch, lacked, left
+):
+    """Answers are the library's, and the plan and the counters name what serves."""
+    costs(device(sharing), 512, 2048).write(found.own(device(sharing)))
+    plain, _ = answers(str(tiny), sharing, disable_custom_all_reduce=True)
+    monkeypatch.setenv("SUMS_LACKED", lacked)
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    own, sums = answers(str(tiny), sharing, dist_timeout=60)
+    assert own == plain
+    assert sums.sizes.upto == left and "could not set it up" in sums.said
+    noted = [(tmp_path / f"noted.{rank}").read_text().split("\n") for rank in range(2)]
+    assert noted[0] == noted[1]
+    served = [line.split() for line in noted[0] if line]
+    assert all(kind == sums.sizes.kind(int(size)) for kind, size in served)
+    assert {kind for kind, _ in served} == {"all_reduce", *dict(left)}
+    check_counted(served)
+    assert {*COUNTED[1].sums} == {"all_reduce", *dict(left)}
+
+
 def check_counted(served):
     """Counters say what ranks noted: the last of it, as engines sum before they answer, too. The
     last FFN of a step with prompts has only the rows that are wanted, and counts as the others.

@@ -14,7 +14,7 @@ def absent(path: str) -> str:
     if (loaded := sys.modules.get(module)) is not None:
         try:
             return "" if hasattr(loaded, attr) else f"module {module} has no {attr}"
-        except Exception as e:  # of its own __getattr__
+        except (Exception, SystemExit) as e:  # of its own __getattr__
             return f"module {module}, asked for {attr}, raised {type(e).__name__}: {e}"
     return "" if _is_there(module) else f"there is no module {module}"
 
@@ -25,10 +25,9 @@ def _is_there(module: str) -> bool:
     within: list[str] | None = None
     for count in range(1, len(parts)):
         found = sys.modules.get(name := ".".join(parts[:count])) or _find(name, within)
-        within = getattr(found, "__path__", None) or getattr(
-            found, "submodule_search_locations", None
-        )
-        if within is None:
+        # Empty where a finder of the package's own serves them.
+        attr = "submodule_search_locations" if isinstance(found, ModuleSpec) else "__path__"
+        if (within := getattr(found, attr, None)) is None:
             return False
     return _find(module, within if parents else None) is not None
 
@@ -43,7 +42,7 @@ def top_of(name: str, within: Sequence[str] | None = None) -> ModuleSpec | None:
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, within)
-        except Exception:  # importing it says so
+        except (Exception, SystemExit):  # importing it says so
             continue
         if spec is not None:
             return spec

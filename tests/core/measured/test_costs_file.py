@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -142,3 +144,36 @@ def test_no_file_and_no_room_are_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         costs([Point(1, 1, 1, 1)]).write(tmp_path / "file" / "costs.json")
+
+
+@contextmanager
+def a_disk_that_fills(after):
+    """Files of this process end at `after` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("after", [0, 1, 100])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path, old, after):
+    path = tmp_path / "costs.json"
+    if old:
+        costs([Point(1, 1, 1, 1)]).write(path)
+    with a_disk_that_fills(after), pytest.raises(ConfigError) as caught:
+        costs([Point(2, 1, 1, 1)]).write(path)
+    assert f"costs {path}: cannot be written: " in str(caught.value)
+    assert [*tmp_path.iterdir()] == [path] * old
+    assert not old or Costs.read(path) == costs([Point(1, 1, 1, 1)])
+
+
+def test_a_write_through_a_link_keeps_the_link(tmp_path):
+    path, link = tmp_path / "kept" / "costs.json", tmp_path / "costs.json"
+    costs([Point(1, 1, 1, 1)]).write(path)
+    link.symlink_to(path)
+    costs([Point(2, 1, 1, 1)]).write(link)
+    assert link.is_symlink() and Costs.read(path) == costs([Point(2, 1, 1, 1)])
+    assert [*path.parent.iterdir()] == [path]

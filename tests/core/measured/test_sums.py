@@ -195,3 +195,34 @@ def test_kinds_need_the_librarys_curve_beside_them():
     assert of(costs({4: {ONE_SHOT: kinds[ONE_SHOT]}}), 4) is None
     found = of(costs({4: {LIBRARY: kinds[LIBRARY], TWO_SHOT: kinds[TWO_SHOT]}}), 4)
     assert found.upto == ((TWO_SHOT, 1 << 22),)
+
+
+@pytest.mark.parametrize(("dtype", "serves"), [("bfloat16", True), ("float16", False)])
+def test_a_dtype_that_no_other_kind_sums_is_the_librarys(home, dtype, serves):
+    costs({4: curves()}).write(found.own(H200))
+    assembly = made(home, tp=4, dtype=dtype)
+    assert bool(assembly.sums.sizes.upto) == serves
+    why = f"all-reduces of 4 ranks are the library's: no other kind sums {dtype}"
+    assert (assembly.plan.sums == why) != serves
+    assert Crossing.of(assembly).sum_kind(1) == (ONE_SHOT if serves else LIBRARY)
+
+
+UPTO = ((ONE_SHOT, 1 << 19), (TWO_SHOT, 1 << 22))
+
+
+@pytest.mark.parametrize("lost", [(ONE_SHOT,), (TWO_SHOT,), (ONE_SHOT, TWO_SHOT)])
+def test_kinds_that_ranks_could_not_set_up_are_in_no_plan_and_no_count(home, lost):
+    costs({4: curves()}).write(found.own(H200))
+    assembly = made(home, tp=4)
+    assert assembly.summing(SumSizes(UPTO)) is assembly
+    left = SumSizes(tuple(one for one in UPTO if one[0] not in lost))
+    other = assembly.summing(left)
+    assert other.plan.sums == (
+        f"all-reduces of 4 ranks: {left}; more was measured, and ranks could not set it up: the "
+        "log says why"
+    )
+    assert other.plan.digest() != assembly.plan.digest()
+    for rows in (1, 36, 37, 292, 293):
+        kind = Crossing.of(other).sum_kind(rows)
+        assert kind == left.kind(rows * ROW) and kind not in lost
+        assert Crossing.of(other).summed(rows, 61)[0] == kind

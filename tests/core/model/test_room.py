@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from ds_runtime.assembly.room import (
 from ds_runtime.cli import main
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
+from ds_runtime.errors import PluginError
 from ds_runtime.kv.budget import Room, kv_memory
 from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
 from ds_runtime.ops.kernel import Footprint
@@ -286,3 +289,49 @@ def test_what_second_forms_of_experts_save(folder, tp, ep, more):
     whole = second_form_bytes(binding, made.config.dtype)["experts"] / 0.75
     saved = saved_bytes(made.model, binding, made.config.dtype)["experts"]
     assert saved == pytest.approx(whole / 4 * chosen / held)
+
+
+@pytest.fixture(scope="module")
+def lite(folder):
+    return settled(folder("v2-lite"), "h100")
+
+
+def told(found, op, workspace):
+    """The same with kernels of an op that say so what they hold."""
+    choices = tuple(
+        (s, replace(k, footprint=Footprint(workspace=workspace)) if s.op == op else k)
+        for s, k in found.binding.choices
+    )
+    return replace(found, binding=replace(found.binding, choices=choices))
+
+
+def raising(facts, rows):
+    raise KeyError("mla_heads")
+
+
+ANSWERS = {
+    "raises": (raising, "KeyError: 'mla_heads'"),
+    "leaves": (lambda facts, rows: sys.exit("no licence"), "SystemExit: no licence"),
+    "takes one": (lambda facts: 1, "TypeError: "),
+    **{
+        f"returns {value!r}": (lambda facts, rows, value=value: value, f"returned {value!r}: give")
+        for value in (None, math.nan, -1, -0.5, math.inf, -math.inf, "4096", [1], 1j)
+    },
+}
+
+
+@pytest.mark.parametrize(("workspace", "said"), ANSWERS.values(), ids=ANSWERS)
+def test_a_kernel_that_does_not_say_what_it_holds_is_blamed(lite, workspace, said):
+    found = told(lite, "mla_decode", workspace)
+    (name,) = {k.name for s, k in found.binding.choices if s.op == "mla_decode"}
+    for ask in (decode_bytes, reserve):
+        with pytest.raises(PluginError) as caught:
+            ask(found)
+        assert str(caught.value).startswith(f"{name}: Footprint.workspace failed: ")
+        assert said in str(caught.value) and "ds-runtime plugins --verbose" in str(caught.value)
+
+
+@given(st.one_of(st.integers(0, 1 << 50), st.floats(0, 2.0**50)))
+def test_a_workspace_is_reserved_to_the_byte(lite, held):
+    found = told(lite, "mla_decode", lambda facts, rows: held)
+    assert decode_bytes(found) == int(held) and isinstance(decode_bytes(found), int)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -111,12 +112,32 @@ class Fast(Member):
         return super().all_reduce(x)
 
 
-def of_ranks(size, run, **more):
-    """What `run(communicator)` returns of each rank."""
+class Plain(Member):
+    """As before the contract had `fast_sums`, with the same notes."""
+
+    def __init__(self, shared, ranks, rank):
+        super().__init__(shared, ranks, rank)
+        self.asked, self.used = [], []
+
+    def split(self, groups):
+        made = super().split(groups)
+        return Plain(made.shared, made.ranks, made.ranks[made.rank])
+
+    def all_reduce(self, x):
+        self.used.append(LIBRARY)
+        return super().all_reduce(x)
+
+
+def of_ranks(size, run, kinds=FAST, lacking=None):
+    """What `run(communicator)` returns of each rank. lacking: by rank, its kinds, where they
+    differ; None is of a communicator without `fast_sums`.
+    """
     shared, found = {"": Shared(size)}, [None] * size
 
     def work(rank):
-        found[rank] = run(Fast(shared, list(range(size)), rank, **more))
+        own = kinds if lacking is None else lacking[rank]
+        made = Plain if own is None else partial(Fast, kinds=own)
+        found[rank] = run(made(shared, list(range(size)), rank))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for one in threads:
@@ -189,3 +210,47 @@ def test_ranks_that_divide_heads_sum_by_size(dp):
 def test_sums_in_order_have_no_other_kinds():
     world = of_ranks(2, lambda comm: World(Mesh(2), comm, True, LIMITS))[0]
     assert isinstance(world.group("tp"), InOrder) and not world.everyone.asked
+
+
+KINDS_OF_A_RANK = st.none() | st.lists(st.sampled_from(FAST), unique=True).map(tuple)
+
+
+@given(st.lists(KINDS_OF_A_RANK, min_size=2, max_size=4))
+def test_a_kind_that_one_rank_lacks_serves_none(lacking):
+    """Ranks of different kinds would wait for each other."""
+
+    def run(comm):
+        group = BySize(comm, LIMITS)
+        sums = [group.all_reduce(torch.full((1, n), 1.0 + comm.rank)) for n in (4, 32, 128)]
+        return comm.used, group.sizes, [float(x.max()) for x in sums]
+
+    common = set(FAST).intersection(*(one or () for one in lacking))
+    left = SumSizes(tuple(one for one in LIMITS.upto if one[0] in common))
+    size = len(lacking)
+    for used, sizes, sums in of_ranks(size, run, lacking=lacking):
+        assert sizes == left
+        assert used == [left.kind(n * 4) for n in (4, 32, 128)]
+        assert sums == [size * (size + 1) / 2] * 3
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("without", range(4))
+def test_every_rank_knows_what_the_group_of_rank_0_could_set_up(dp, without):
+    lacking = [(ONE_SHOT,) if rank == without else FAST for rank in range(4)]
+
+    def run(comm):
+        world = World(Mesh(4, dp), comm, sums=LIMITS)
+        group = world.group("attn_tp")
+        return world.sums, group.sizes, float(group.all_reduce(torch.ones(32))[0])
+
+    left = SumSizes(((ONE_SHOT, 64),))
+    each, found = 4 // dp, of_ranks(4, run, lacking=lacking)
+    for rank, (known, own, total) in enumerate(found):
+        assert own == (left if rank // each == without // each else LIMITS)
+        assert known == (left if without < each else LIMITS) and total == each
+
+
+def test_a_world_without_other_kinds_knows_it():
+    worlds = of_ranks(2, lambda comm: World(Mesh(2), comm, True, LIMITS).sums)
+    worlds += of_ranks(2, lambda comm: World(Mesh(2), comm).sums)
+    assert worlds == [SumSizes()] * 4

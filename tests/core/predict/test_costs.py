@@ -16,6 +16,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point, _packed
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.platform.contract import Ceilings
@@ -287,6 +288,75 @@ def test_a_device_waits_for_the_host_where_it_is_slower(tmp_path, monkeypatch, q
     assert steps.predict(assembly, fast, steps.decode(8, 64)).seconds == pytest.approx(
         plain.seconds
     )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("queues", [True, False])
+@given(own=st.floats(1e-4, 0.1), queue=st.sampled_from([1e-9, 1e-4, 0.5]))
+def test_without_overlap_the_engines_own_work_is_always_waited_for(
+    tmp_path_factory, queues, overlap, own, queue
+):
+    """With it, a device that queues computes meanwhile."""
+    assembly = decided(folder_of(tmp_path_factory), disable_overlap_schedule=not overlap)
+    step = steps.decode(8, 64)
+    known = {"host": ((1, own), (512, own)), "launch": 1e-9}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(assembly.platform), "asynchronous", queues)
+        patch.setattr(type(assembly.platform), "captures", False)
+        made = every_call(assembly, step, queue=queue)
+        found = steps.predict(assembly, Costs(**{**_fields(made), **known}), step)
+        patch.setattr(type(assembly.platform), "asynchronous", False)
+        device = steps.predict(assembly, made, step).seconds
+    queued = queue * sum(call.count for call in calls(assembly, step))
+    if not queues:
+        wanted = own + device
+    elif overlap:
+        wanted = max(own + queued, device)
+    else:
+        wanted = own + max(queued, device)
+    assert found.seconds == pytest.approx(wanted, rel=1e-6)
+    assert found.seconds == pytest.approx(sum(found.by.values()))
+
+
+def folder_of(factory):
+    """One model for all examples of a test."""
+    at = factory.getbasetemp() / "one"
+    return at / "model" if at.exists() else (at.mkdir(), written(at))[1]
+
+
+CAPTURED = {"graph_sizes": (2, 4)}, {"max_graph_size": 4}, {}
+
+
+@pytest.mark.parametrize("after", [0, 8], ids=["at start", "when needed"])
+@pytest.mark.parametrize("flags", CAPTURED, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_step_is_captured_where_a_recording_has_its_rows(
+    tmp_path, monkeypatch, flags, after, groups
+):
+    """One that is captured when it is needed has no spare rows; none has more than the largest."""
+    monkeypatch.setattr(CpuPlatform, "captures", True)
+    monkeypatch.setattr(CpuPlatform, "capture_after", after)
+    mesh = {"tp": 2, "dp": 2, "enable_dp_attention": True} if groups == 2 else {}
+    settings = {"max_running_requests": 80 * groups, **mesh}
+    assembly = decided(folder := written(tmp_path), **settings, **flags)
+    plain = decided(folder, **settings, disable_graph=True)
+    made = costs(replay=5.0)
+
+    def seconds(of, rows):
+        found = steps.predict(of, made, steps.decode(rows * groups, 64))
+        return {op: one for op, one in found.by.items() if op != steps.REPLAY}, found
+
+    for rows, padded in ((1, 2 if "graph_sizes" in flags else 1), (3, 4), (4, 4)):
+        by, found = seconds(assembly, rows)
+        assert found.by[steps.REPLAY] == 5.0
+        own = after > 0 and "graph_sizes" not in flags
+        assert by == pytest.approx(seconds(plain, rows if own else padded)[0])
+    most = graph_sizes(assembly.config, after > 0)[-1]
+    assert most == 4 if flags else most == 32 if after else most >= 80
+    assert steps.REPLAY in seconds(assembly, most)[1].by
+    for rows in (most + 1, 2 * most, 100 * most):
+        by, found = seconds(assembly, rows)
+        assert steps.REPLAY not in found.by and by == seconds(plain, rows)[0]
 
 
 def every_call(assembly, step, **more):

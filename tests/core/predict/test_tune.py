@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +13,10 @@ from hypothesis import strategies as st
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.measured import found
-from ds_runtime.measured.costs import Costs, KernelCost, Point
+from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point
+from ds_runtime.parallel.sums.kinds import ALIGNED, FAST
 from ds_runtime.platform.cores import cores
-from ds_runtime_bench.ops import comm, tune
+from ds_runtime_bench.ops import comm, host_steps, tune
 from ds_runtime_cpu.platform import CpuPlatform
 
 CPU = ["--platform", "cpu"]
@@ -119,3 +124,84 @@ def test_the_engines_work_is_added_to_a_file(own, capsys):
     assert [count for count, _ in made.host] == [1, 48] and made.kernels == good(device).kernels
     assert 0 < made.host[0][1] <= made.host[1][1]
     assert f"{path}: the engine's work on the host added" in capsys.readouterr().out
+
+
+KINDS_AND_SIZES = ("one_shot", "two_shot", "all_reduce", "all_gather")
+
+
+def curves(ranks, kinds=KINDS_AND_SIZES, seconds=1e-5):
+    return {kind: dict.fromkeys(ranks, ((4096, seconds), (8192, seconds))) for kind in kinds}
+
+
+@pytest.mark.parametrize("brought", [(), ("two_shot",), ("one_shot", "two_shot")])
+@pytest.mark.parametrize("others", [(), (3, 4)])
+def test_comm_drops_kinds_that_ranks_have_no_more(own, monkeypatch, capsys, brought, others):
+    """Those of as many ranks, which a device or a driver had, and no others."""
+    device, path = own
+    good(device).with_collectives(curves((2, *others), seconds=9e-5)).write(path)
+    new = curves((2,), ("all_reduce", *brought))
+    monkeypatch.setattr(comm, "measure", lambda platform, ranks: new)
+    monkeypatch.setattr("ds_runtime_bench.cli.tune._check_ranks", lambda *args: None)
+    assert main(["tune", "comm", *CPU, "--ranks", "2"]) == 0
+    made, old = Costs.read(path).collectives, curves((2, *others), seconds=9e-5)
+    assert made["all_reduce"][2] == new["all_reduce"][2]
+    assert made["all_gather"] == old["all_gather"]  # which is served as it was
+    for kind in ("one_shot", "two_shot"):
+        wanted = {n: old[kind][n] for n in others} | new.get(kind, {})
+        assert made.get(kind, {}) == wanted
+    said = capsys.readouterr().out
+    assert ("has the library's all-reduce alone" in said) == (not brought)
+
+
+@pytest.mark.parametrize("command", [["comm", "--ranks", "2"], ["host", "--requests", "1"]])
+def test_costs_that_a_plugin_ships_are_added_to(own, monkeypatch, capsys, command):
+    """In a file of the user's own; a file that is named is there, or refused."""
+    device, path = own
+    monkeypatch.setattr(comm, "measure", lambda *args: curves((2,)))
+    monkeypatch.setattr(host_steps, "measure", lambda *args: ((1, 1e-3),))
+    monkeypatch.setattr("ds_runtime_bench.cli.tune._check_ranks", lambda *args: None)
+    for more, remedy in ([], ""), (["--out", str(path)], f" --out {path}"):
+        assert main(["tune", *command, *CPU, *more]) == 1
+        said = capsys.readouterr().err
+        assert f"costs {path}: cannot be read: " in said
+        assert f"run ds-runtime tune costs{remedy} first" in said and not path.exists()
+    monkeypatch.setattr(found, "_shipped", lambda *args: good(device))
+    assert main(["tune", *command, *CPU]) == 0
+    made = Costs.read(path)
+    assert made.kernels == good(device).kernels and (made.collectives or made.host)
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(2, 8),
+    st.sampled_from(comm.SIZES) | st.integers(1 << 8, 1 << 16).map(lambda n: 16 * n),
+)
+def test_inputs_of_collectives_are_as_large_as_they_say(kind, ranks, size):
+    """Of all ranks together where each brings a share. All-reduces, whose fast kinds sum whole 16
+    bytes, are of that size itself."""
+    member = SimpleNamespace(size=ranks, rank=0)
+    x = comm._input(SimpleNamespace(device=lambda rank: "cpu"), member, kind, size)
+    nbytes = x.numel() * x.element_size()
+    if kind in ("all_reduce", *FAST):
+        assert nbytes == size and nbytes % ALIGNED == 0
+        return
+    if kind == "reduce_scatter":
+        assert len(x) % ranks == 0
+    whole = nbytes * (ranks if kind.endswith(("gather", "gather_rows")) else 1)
+    lost = 2 * ranks * (max(1, size >> 18) if kind == "all_gather" else 1)  # what does not divide
+    assert size - lost < whole <= size
+
+
+def dies(model, count, steps):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_engine_that_is_killed_ends_tune_host_with_an_error(own, capsys, monkeypatch):
+    """As the kernel does where memory runs out: nobody waits for it, and nothing is written."""
+    device, path = own
+    good(device).write(path)
+    monkeypatch.setattr(host_steps, "_one", dies)
+    assert main(["tune", "host", *CPU, "--requests", "7"]) == 1
+    said = capsys.readouterr().err
+    assert "tune host: the engine of 7 requests was killed" in said
+    assert Costs.read(path) == good(device)

@@ -1,5 +1,6 @@
 """The CPU as a platform whose ranks have other kinds of all-reduce, made of Gloo's collectives.
-Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes.
+Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes. `$SUMS_LACKED`:
+rank and kind that this rank cannot set up, as "1 one_shot".
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from ds_runtime.api import hookimpl
 from ds_runtime_cpu.collectives import HostCommunicator
 from ds_runtime_cpu.platform import CpuPlatform
 
+KINDS = ("one_shot", "two_shot")
+
 
 class Sharing(HostCommunicator):
     def fast_sums(self, nbytes):
         self.most = nbytes
-        return {kind: partial(self._sum, kind) for kind in ("one_shot", "two_shot")}
+        rank, *lacked = os.environ.get("SUMS_LACKED", "-1").split()
+        kinds = {*KINDS} - {*lacked} if rank == str(self.rank) else KINDS
+        return {kind: partial(self._sum, kind) for kind in kinds}
 
     def _sum(self, kind, x):
         assert x.is_contiguous() and 0 < x.numel() * x.element_size() <= self.most

@@ -20,11 +20,14 @@ class BySize(Through):
 
     def __init__(self, group: Communicator, sizes: SumSizes) -> None:
         super().__init__(group)
-        # A communicator that was written before `fast_sums` was in the contract has none.
-        asked = sizes.most > 0 and hasattr(group, "fast_sums")
-        self._fast = dict(group.fast_sums(sizes.most)) if asked else {}
-        # A kind that one rank lacks would keep the others waiting.
-        common = set(self._fast).intersection(*group.gather_objects([*self._fast])) if asked else ()
+        self._fast = dict[str, Callable[[Tensor], Tensor]]()
+        common = set[str]()
+        if sizes.most > 0:
+            # A communicator that was written before `fast_sums` was in the contract has none.
+            if hasattr(group, "fast_sums"):
+                self._fast.update(group.fast_sums(sizes.most))
+            # A kind that one rank lacks would keep the others waiting.
+            common = set(self._fast).intersection(*group.gather_objects([*self._fast]))
         self.sizes = SumSizes(tuple(one for one in sizes.upto if one[0] in common))
 
     def all_reduce(self, x: Tensor) -> Tensor:

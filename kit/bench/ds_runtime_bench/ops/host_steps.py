@@ -9,8 +9,10 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from ds_runtime.errors import DsRuntimeError
 from ds_runtime_bench.ops.comm import rising
 from ds_runtime_bench.shapes import config_of
 
@@ -22,7 +24,10 @@ _ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_pre
 def measure(
     requests: Sequence[int] = REQUESTS, steps: int = STEPS
 ) -> tuple[tuple[int, float], ...]:
-    """(requests, seconds) of a decode step, rising, each by an engine in a process of its own."""
+    """(requests, seconds) of a decode step, rising, each by an engine in a process of its own.
+
+    Raises DsRuntimeError where such a process is killed.
+    """
     context = multiprocessing.get_context("spawn")
     found = dict[int, float]()
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +36,13 @@ def measure(
         (model / "config.json").write_text(json.dumps(raw))
         for count in requests:
             with ProcessPoolExecutor(1, context) as pool:  # which tells where the process is killed
-                found[count] = pool.submit(_one, str(model), count, steps).result()
+                try:
+                    found[count] = pool.submit(_one, str(model), count, steps).result()
+                except BrokenProcessPool as e:
+                    raise DsRuntimeError(
+                        f"tune host: the engine of {count} requests was killed, which is what "
+                        "systems do when memory runs out; give fewer --requests"
+                    ) from e
     return rising(found.items())
 
 
