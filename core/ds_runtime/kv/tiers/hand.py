@@ -23,6 +23,7 @@ LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
 _FORGETS = 1.0  # seconds that a step waits until a file is deleted
+_LAST_WRITES = 60.0  # seconds that whoever closes waits for what is begun
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
 
 
@@ -215,11 +216,12 @@ class DiskHand:
             one.future.set_result(0)
         own = self._own(name)
         self._gone = {one: erased for one, erased in self._gone.items() if not erased.done()}
+        seconds = 0.0 if self._gone else _FORGETS  # a disk that hangs is waited for once
         for kind in kinds:
             erase = partial(self._forget, own, kind)
             self._gone[own, kind] = self._eraser.submit(erase)
             self._writer.submit(erase)  # nor is there later what is being written
-        wait([self._gone[own, kind] for kind in kinds], _FORGETS)
+        wait([self._gone[own, kind] for kind in kinds], seconds)
 
     def _forget(self, own: bytes, kind: str) -> int:
         self.folder.forget(own, kind)
@@ -243,9 +245,10 @@ class DiskHand:
         self.poll(finish=True)
         self._readers.drop(LOST)
         self._eraser.close(_FORGETS)
+        leaves |= not all(one.done() for one in self._gone.values())  # the writer deletes, too
         if leaves:
             self._writer.drop(0)
-        self._writer.close(0.0 if leaves else None)
+        self._writer.close(0.0 if leaves else _LAST_WRITES)
         self._readers.close(_LAST_READS)
 
     def _own(self, name: bytes) -> bytes:
