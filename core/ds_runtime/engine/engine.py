@@ -324,7 +324,7 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if (disk := self.disk) is not None:
-            disk.close(lambda: self._settle(disk))
+            disk.close(lambda: self._settle(disk), lambda: sum(t.unsettled for t in self._tiers))
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.leave()

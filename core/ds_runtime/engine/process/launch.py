@@ -353,8 +353,7 @@ def _ended(code: int, leaving: bool) -> str:
         return "" if leaving else said
     if code < 0 and not (leaving and code == -signal.SIGTERM):  # which may be sent to everybody
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        names = {one.value: one.name for one in signal.Signals}  # not all that a system has
-        return f"was ended by {names.get(-code, f'signal {-code}')}{hint}"
+        return f"was ended by {interrupt.signal_name(-code)}{hint}"
     if code > 0 or (code == 0 and not leaving):
         return (
             f"has left by itself with exit code {code} and gave no reason: something in its "

@@ -142,7 +142,7 @@ class Disk:
         what to do with a slot once it is filled)."""
         made = Fetch(time.monotonic() + LONGEST)
         if not (self._late and self._is_asked):
-            future = self._looker.submit(partial(self.folder.reach, sought))
+            future = self._looker.submit(partial(self._reach, sought))
             self._looking[future], made.left = (made, finding), 1
             wait([future], _GLANCE)  # most prompts then start with this step
             if future.done():
@@ -153,6 +153,12 @@ class Disk:
         if not made.done:
             self._fetches.append(made)
         return made
+
+    def _reach(self, sought: Iterable[Sought]) -> int:
+        try:
+            return self.folder.reach(sought)
+        except Exception:  # no memory, say: the pages are computed
+            return 0
 
     def _found(self, future: Future[int]) -> None:
         made, finding = self._looking.pop(future)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -180,7 +180,7 @@ class DiskHand:
 
         def begin() -> None:
             parts = self._memory.parts(kind, slot)
-            self._writer.submit(lambda: self.folder.write(own, kind, parts), future)
+            self._writer.submit(lambda: self._put(own, kind, parts), future)
 
         own = self._own(name)
         return self._add(_Waiting(self._memory.queued, kind, name, True, future, begin))
@@ -191,17 +191,27 @@ class DiskHand:
         erased = self._gone.get((own, kind))
 
         def read() -> int:
-            parts = self._memory.parts(kind, slot)
             if self._closing.is_set() or (erased is not None and not erased.done()):
                 return LOST
-            if not self.folder.read(own, kind, parts):
+            try:
+                parts = self._memory.parts(kind, slot)
+                if not self.folder.read(own, kind, parts):
+                    return LOST
+                return sum(part.nbytes for part in parts)
+            except Exception:  # no memory, say: the page is computed
                 return LOST
-            return sum(part.nbytes for part in parts)
 
         def begin() -> None:
             self._readers.submit(read, future)
 
         return self._add(_Waiting(self._memory.queued, kind, name, False, future, begin))
+
+    def _put(self, own: bytes, kind: str, parts: Sequence[memoryview]) -> int:
+        try:
+            return self.folder.write(own, kind, parts)
+        except Exception as e:  # whatever it is, an engine goes on without its disk
+            self.folder.stop(e)
+            return 0
 
     def _add(self, one: _Waiting) -> Future[int]:
         self._waiting.append(one)
