@@ -303,7 +303,7 @@ def test_a_server_that_ends_waits_for_its_disk_unless_told_twice(tiny, tmp_path,
     cache, script = tmp_path / "cache", tmp_path / "slowly.py"
     script.write_text(textwrap.dedent(SLOWLY))
     flags = ["--enable-hierarchical-cache", "--hicache-write-policy", "write_back"]
-    flags += ["--disk-cache", str(cache), "--threads", "1", "--shutdown-timeout", "1"]
+    flags += ["--disk-cache", str(cache), "--threads", "1", "--served-model-name", "any"]
     command = [sys.executable, str(script), "0.5", "--model", str(tiny), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
