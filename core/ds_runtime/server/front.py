@@ -23,7 +23,7 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
-from ds_runtime.kv.tiers.disk import PATIENCE
+from ds_runtime.kv.tiers.disk import seconds_to_close
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.engines.client import EngineClient
@@ -99,9 +99,8 @@ def front_end(
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # full collections stay frequent: refused and abandoned requests leave cycles
     telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
-    writes = 0.0 if engine_config.disk_cache is None else PATIENCE
-    given = client, app, sock, server_config, model.name, text.close, telling, writes
-    serving = _Serving(lives, *given)
+    given = client, app, sock, server_config, model.name, text.close, telling
+    serving = _Serving(lives, *given, seconds_to_close(engine_config))
     return lambda: uvloop.run(serving.run())
 
 

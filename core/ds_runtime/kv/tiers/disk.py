@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
+from ds_runtime.config import EngineConfig
 from ds_runtime.kv.tiers.folder import DiskFolder, Sought
 from ds_runtime.kv.tiers.hand import LOST, EndedFutures, FileThreads, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
@@ -24,6 +25,11 @@ LONGEST = 30.0  # seconds that a request waits for the disk
 PATIENCE = 60.0  # seconds that whoever closes waits for what is on its way there
 _GLANCE = 0.002  # seconds that a step waits to know what a folder has
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
+
+
+def seconds_to_close(config: EngineConfig) -> float:
+    """For which an engine that closes may write to its disk, at most."""
+    return 0.0 if config.disk_cache is None else PATIENCE
 
 
 Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
