@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ FAULTS = {
     "hang": (HANG, "ds_platform did not end within 1 s", "in ds_platform"),
     "leave": ("import os; os._exit(7)", "import ended the process with exit code 7", ""),
     "driver": (IN_INFO, "info() crashed with SIGILL", ""),
+    "unnamed": (  # Python has no name for it
+        f"import os\nos.kill(os.getpid(), {signal.SIGRTMIN + 6})\n",
+        f"import crashed with signal {signal.SIGRTMIN + 6:d}",
+        "",
+    ),
     "probe": (
         "import os\ndef PROBE(): os.abort()\n@hookimpl\ndef ds_ops(): return []\n",
         "PROBE crashed with SIGABRT",
@@ -54,7 +61,10 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAULTS}
 
 
-def run(sites: list[Path], *args: str, **environment: str) -> tuple[int, str, str]:
+def run(
+    sites: list[Path], *args: str, begin: Callable[[], object] | None = None, **environment: str
+) -> tuple[int, str, str]:
+    """begin: what the process does before it is another program."""
     path = os.pathsep.join([*filter(None, sys.path), *map(str, sites)])
     done = subprocess.run(
         [sys.executable, "-c", MAIN, json.dumps(args)],
@@ -63,8 +73,27 @@ def run(sites: list[Path], *args: str, **environment: str) -> tuple[int, str, st
         text=True,
         timeout=120,
         check=False,
+        preexec_fn=begin,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def _ignores() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("args", [("plugins", "--json"), ("plan",), ("doctor",)])
+@pytest.mark.parametrize("faults", [[], ["crash", "leave", "unnamed"]])
+def test_a_command_whose_parent_ignores_the_end_of_children_says_the_same(
+    sites: dict[str, Path], args: tuple[str, ...], faults: list[str]
+) -> None:
+    """The system keeps no exit codes then, and that is inherited."""
+    found = [run([sites[f] for f in faults], *args, begin=begin) for begin in (None, _ignores)]
+    (code, _, err), (same, _, also) = found
+    assert code == same and "Traceback" not in also
+    assert [line.split(";")[0] for line in also.splitlines()] == [
+        line.split(";")[0] for line in err.splitlines()
+    ]
 
 
 def test_whatever_ends_or_holds_the_process_is_named_with_its_stack(

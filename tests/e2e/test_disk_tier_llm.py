@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import urllib.request
 import weakref
 from pathlib import Path
 
@@ -250,6 +252,78 @@ def test_an_idle_engine_writes_to_the_end(tiny, tmp_path, monkeypatch):
         while engine.prepare() and time.monotonic() < until:
             pass
         assert not engine.disk.lags and len(list(cache.glob("*/*.page"))) >= 8
+
+
+def test_an_idle_engine_goes_on_beside_a_look_that_hangs(tiny, tmp_path, monkeypatch):
+    """What the device alone has goes to the disk while nobody knows what is there."""
+    cache, has, release = tmp_path / "cache", DiskFolder.has, threading.Event()
+
+    def stuck(*given):
+        release.wait(60)
+        return has(*given)
+
+    monkeypatch.setattr("ds_runtime.kv.tiers.disk.LONGEST", 0.3)
+    monkeypatch.setattr(DiskFolder, "has", stuck)
+    more = {"hicache_write_policy": "write_back", "disk_cache": str(cache)}
+    try:
+        with LLM(tiny, **SETTINGS, **more) as llm:
+            answer(llm)
+            engine, until = llm._alive(), time.monotonic() + 20
+            while len(list(cache.glob("*/*.page"))) < 8 and time.monotonic() < until:
+                engine.prepare()
+            assert engine.disk.lags, "the look hangs yet"
+            assert len(list(cache.glob("*/*.page"))) >= 8
+            assert not any(tier.unsettled for tier in engine._tiers)
+            release.set()
+    finally:
+        release.set()
+
+
+SLOWLY = """
+    import sys, time
+    from ds_runtime.kv.tiers.folder import DiskFolder
+
+    write = DiskFolder.write
+
+    def slow(*given):
+        time.sleep(float(sys.argv[1]))
+        return write(*given)
+
+    DiskFolder.write = slow  # the engine's process imports this script, too
+    if __name__ == "__main__":
+        from ds_runtime.cli import main
+
+        sys.exit(main(["serve", *sys.argv[2:], "--platform", "cpu", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_server_that_ends_waits_for_its_disk_unless_told_twice(tiny, tmp_path, signals):
+    """For longer than an engine has to leave that writes nothing."""
+    cache, script = tmp_path / "cache", tmp_path / "slowly.py"
+    script.write_text(textwrap.dedent(SLOWLY))
+    flags = ["--enable-hierarchical-cache", "--hicache-write-policy", "write_back"]
+    flags += ["--disk-cache", str(cache), "--threads", "1", "--served-model-name", "any"]
+    command = [sys.executable, str(script), "0.5", "--model", str(tiny), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            lines = iter(server.stdout)
+            url = next(found[1] for line in lines if (found := re.search(r"at (http://\S+)", line)))
+            body = json.dumps({"model": "any", "prompt": PROMPT, "max_tokens": 1}).encode()
+            head = {"content-type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, head)
+            urllib.request.urlopen(request, timeout=60).read()
+            server.send_signal(signal.SIGTERM)
+            if signals == 2:
+                time.sleep(1)
+                server.send_signal(signal.SIGTERM)
+            begin = time.monotonic()
+            assert server.wait(40) == 0
+            took = time.monotonic() - begin
+        finally:
+            server.kill()
+    found = len(list(cache.glob("*/*.page")))
+    assert (found >= 8) == (signals == 1) and (took > 3 or signals == 2)
 
 
 @pytest.mark.parametrize("ratio", [2.0, 0.5])

@@ -188,11 +188,19 @@ def test_a_node_with_another_secret_is_refused_and_may_come_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_every_node_lets_running_requests_end(number, signals):
-    """As torchrun and Kubernetes send it, and Ctrl-C; two to a node that has no HTTP end it."""
-    with nodes((), ()) as (first, second):
+@pytest.mark.parametrize(
+    ("number", "signals", "disk"),
+    [(n, s, False) for n in (signal.SIGTERM, signal.SIGINT) for s in (1, 2)]
+    + [(signal.SIGTERM, 1, True)],
+)
+def test_a_signal_to_every_node_lets_running_requests_end(tmp_path, number, signals, disk):
+    """As torchrun and Kubernetes send it, and Ctrl-C; two to a node that has no HTTP end it. With
+    a disk, what only the devices have is written before all leave."""
+    token, folder = secrets(tmp_path, "word")[0] if disk else (), tmp_path / "cache"
+    cached = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_back")
+    own = (*token, *cached, "--disk-cache", str(folder)) if disk else ()
+    patience = 85 if disk else 25
+    with nodes(own, own) as (first, second):
         url = first.wait_url()
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
         body |= {"stream": True, "temperature": 0}
@@ -203,7 +211,8 @@ def test_a_signal_to_every_node_lets_running_requests_end(number, signals):
                     last, tokens = line or last, tokens + line.startswith("data: {")
                     if line and tokens == 5:
                         second.process.send_signal(number)
-                        second.wait("waits up to 25 s for node 0 to end; another signal ends it")
+                        second.wait(f"waits up to {patience} s for node 0 to end; another signal")
+                        assert not [*folder.glob("*/*.page")]
                         first.process.send_signal(number)
                         if signals == 2:
                             time.sleep(0.5)
@@ -213,6 +222,7 @@ def test_a_signal_to_every_node_lets_running_requests_end(number, signals):
         codes = [said(one)[0] for one in (first, second)]
         if signals == 1:
             assert codes == [0, 0] and last == "data: [DONE]"
+            assert len([*folder.glob("*/*.page")]) >= (16 if disk else 0)
         else:
             assert codes[1] == 0
         assert gone(every, 5)

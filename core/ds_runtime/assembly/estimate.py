@@ -111,9 +111,11 @@ def most_sequences(config: EngineConfig) -> int:
     return config.max_step_tokens if config.batch_invariant else config.max_running_requests
 
 
-def decode_bytes(assembly: Assembly) -> int:
-    """The most that a kernel of dense attention says it holds in a step besides what it returns."""
-    return _workspace(assembly, {"mla_decode": most_sequences(assembly.config)})
+def decode_bytes(assembly: Assembly, absorbed: int = 0) -> int:
+    """The most that a kernel of dense attention says it holds in a step besides what it returns.
+    absorbed: as in `activation_bytes`; each is a row. A request has one that decodes, or these."""
+    rows = max(most_sequences(assembly.config), absorbed)
+    return _workspace(assembly, {"mla_decode": rows})
 
 
 def _workspace(assembly: Assembly, rows: Mapping[str, int]) -> int:

@@ -101,7 +101,7 @@ def reserve(assembly: Assembly, absorbed: int = 0) -> Reserve:
     step = (
         activation_bytes(assembly, absorbed) + sparse_bytes(assembly) + page_table_bytes(assembly)
     )
-    step += decode_bytes(assembly)
+    step += decode_bytes(assembly, absorbed)
     captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
     communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
     communication += assembly.sums.sizes.most

@@ -22,6 +22,7 @@ from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.leaving import never_unseen
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run import chat, generate, serve, warm
+from ds_runtime.common.interrupt import keep_exit_codes
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.spelling import add_spellings, engines
 from ds_runtime.errors import DsRuntimeError
@@ -45,6 +46,7 @@ VERBS = (serve, warm, chat, generate, plan, ops, plugins, doctor)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors meant for people are one message, no traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    keep_exit_codes()
     try:
         with never_unseen():
             code = _run(args)

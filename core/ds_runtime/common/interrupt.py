@@ -1,4 +1,5 @@
-"""Ctrl-C at a moment of our choosing, where it would leave something half done."""
+"""Signals: Ctrl-C at a moment of our choosing, where it would leave something half done, the end of
+children, and names."""
 
 from __future__ import annotations
 
@@ -46,3 +47,16 @@ def deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         raise KeyboardInterrupt
+
+
+def keep_exit_codes() -> None:
+    """Have the system keep the exit codes of this process's children. It does not where whoever
+    started this process had it ignore their end."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def signal_name(number: int) -> str:
+    """As `kill -l` says it, or its number: Python names not all that a system has."""
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")

@@ -123,12 +123,12 @@ class Engine:
     def prepare(self) -> bool:
         """While there is no work: do a little of what later steps would have to wait for; whether
         there is more of it."""
-        if self.disk is not None and self.disk.lags:
-            self.disk.go_on(_DISK_IDLE)
-            return True
+        lags = self.disk is not None and self.disk.lags
+        if self.disk is not None and lags:
+            self.disk.go_on(_DISK_IDLE)  # which may hang: the rest goes on
         if self.disk is not None and self._settle(self.disk):
             return True
-        return self.runner.programs.capture_one()
+        return self.runner.programs.capture_one() or lags
 
     def submit(self, message: Submit) -> Failed | None:
         """Queue one choice, or say why not. With rules for its output it waits for their grammar;
@@ -324,7 +324,7 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if (disk := self.disk) is not None:
-            disk.close(lambda: self._settle(disk))
+            disk.close(lambda: self._settle(disk), lambda: sum(t.unsettled for t in self._tiers))
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.leave()

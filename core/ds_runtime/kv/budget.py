@@ -122,7 +122,7 @@ def kv_memory(assembly: Assembly, room: Room, context: int, absorbed: int = 0) -
     if assembly.platform.own_memory or any(share is not None for share in shares):
         return _of_device(assembly, room, made, absorbed)
     share, remedy = assembly.platform.kv_share, ""
-    left = max(0, room.free - sparse_bytes(assembly) - decode_bytes(assembly))
+    left = max(0, room.free - sparse_bytes(assembly) - decode_bytes(assembly, absorbed))
     beside = max(0, left - activation_bytes(assembly, absorbed))
     most = int(left * share)
     if beside < most:

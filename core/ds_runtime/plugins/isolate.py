@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any
 
+from ds_runtime.common.interrupt import signal_name
 from ds_runtime.common.readable import readable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.platform.contract import Platform
@@ -96,7 +97,7 @@ def _sentence(stage: str, code: int, late: bool, trace: str, limit: float) -> st
     if late or trace.startswith("Timeout"):
         return f"{stage} did not end within {limit:g} s"
     if code < 0:
-        return f"{stage} crashed with {signal.Signals(-code).name}"
+        return f"{stage} crashed with {signal_name(-code)}"
     return f"{stage} ended the process with exit code {code}"
 
 

@@ -23,6 +23,7 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.tiers.disk import seconds_to_close
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.engines.client import EngineClient
@@ -98,7 +99,8 @@ def front_end(
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # full collections stay frequent: refused and abandoned requests leave cycles
     telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
-    serving = _Serving(lives, client, app, sock, server_config, model.name, text.close, telling)
+    given = client, app, sock, server_config, model.name, text.close, telling
+    serving = _Serving(lives, *given, seconds_to_close(engine_config))
     return lambda: uvloop.run(serving.run())
 
 
@@ -170,6 +172,7 @@ class _Serving:
         name: str,
         end_text: Callable[[], object],
         telling: float,
+        writes: float,
     ) -> None:
         self._client, self._sock, self._name, self._end_text = client, sock, name, end_text
         several = len(lives) > 1
@@ -180,6 +183,7 @@ class _Serving:
                 f"replica {n}: " if several else "",
                 config.watchdog_timeout,
                 self._on_ready,
+                writes,
             )
             for n, one in enumerate(lives)
         ]
@@ -212,8 +216,7 @@ class _Serving:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._client.close()
             self._end_text()  # else the loop waits for threads that wait for it
-            hurried = self._hurried.is_set()
-            ended = await asyncio.gather(*(keeper.stop(hurried) for keeper in self._keepers))
+            ended = await asyncio.gather(*(keeper.stop(self._hurried) for keeper in self._keepers))
         return code if all(ended) else 1
 
     async def _until_the_end(

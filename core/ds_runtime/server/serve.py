@@ -21,6 +21,7 @@ from ds_runtime.common import interrupt
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.engine.process.transport import private_folder
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.tiers.disk import seconds_to_close
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
 from ds_runtime.server.observe.log import engine_output, logging_to
 
@@ -85,7 +86,7 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
     """The ranks of a node that has no HTTP, until rank 0 lets them go (0) or they fail (1).
 
     A signal may have come to every node: rank 0 knows when requests have ended. After
-    --shutdown-timeout, or at the second signal, they leave.
+    --shutdown-timeout and what its disk may take, or at the second signal, they leave.
     """
     from ds_runtime.engine.process.launch import EngineProcesses
 
@@ -111,7 +112,7 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
             while not engine.group.over.wait(0.25) and not asked.is_set():
                 pass
             if asked.is_set():
-                patience = server.shutdown_timeout + _LET_GO
+                patience = server.shutdown_timeout + seconds_to_close(config) + _LET_GO
                 print(f"{at}: waits up to {patience:g} s for node 0 to end; another signal ends it")
                 sys.stdout.flush()
                 engine.group.over.wait(patience)

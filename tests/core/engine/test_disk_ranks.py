@@ -276,7 +276,7 @@ def test_closing_counts_what_no_group_has_written(tmp_path_factory, saved, answe
     disks, text = Disks(every), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(text):
         patch.setattr("ds_runtime.kv.tiers.disks.PATIENCE", 0.05)
-        disks.close(settle=lambda: False)
+        disks.close(settle=lambda: False, unsettled=lambda: 0)
     written = len(answers & {*jobs})
     assert disks.bytes_written == 7 * written
     left = sum(saved) - written
@@ -321,7 +321,7 @@ def settle(rig, disks):
 
 
 def close(disks, other):
-    disks.close(settle=lambda: False)
+    disks.close(settle=lambda: False, unsettled=lambda: 0)
     other.close()
 
 

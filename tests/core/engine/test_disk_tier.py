@@ -424,7 +424,7 @@ def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
         disk.save(slots, "page", slots.take(named(number)), named(number))
     begin = time.monotonic()
     try:
-        Disks([disk]).close(settle=lambda: False)
+        Disks([disk]).close(settle=lambda: False, unsettled=lambda: 0)
         took = time.monotonic() - begin
     finally:
         release.set()

@@ -259,6 +259,26 @@ def test_rows_with_bits_of_their_own_take_more(folder, tp):
     assert 100_000_000 < decode_bytes(own) < 200_000_000  # of pieces, at a time
 
 
+@pytest.mark.parametrize("device", ["h200", "xeon-6980p"])
+@pytest.mark.parametrize("absorbed", [0, 1, 5000])
+def test_rows_that_attend_latents_have_their_workspace(folder, device, absorbed):
+    """No kernel that takes many rows says that it holds anything in a call yet: one that would."""
+    made = settled(folder("v2-lite"), device, load_format="dummy")
+    held = Footprint(workspace=lambda facts, rows: rows * 10_000_000)
+    choices = [
+        (s, replace(k, footprint=held) if s.op == "mla_decode" else k)
+        for s, k in made.binding.choices
+    ]
+    wide = replace(made, binding=replace(made.binding, choices=tuple(choices)))
+    rows = max(absorbed, made.config.max_running_requests)
+    assert decode_bytes(wide, absorbed) == rows * 10_000_000
+    more = reserve(wide, absorbed).activations - reserve(made, absorbed).activations
+    assert more == rows * 10_000_000 - decode_bytes(made, absorbed)
+    room = Room(total=20 * GB, before=20 * GB, free=14 * GB)
+    plain, less = (kv_memory(one, room, 163840, absorbed).total for one in (made, wide))
+    assert plain > less, "what steps hold is not the cache's"
+
+
 PARTS = [(8, 1), (8, 2), (8, 8), (4, 4)]
 WHERE = [{}, {"enable_dp_attention": True}, {"fusion": ("shared_experts=on",)}]
 

@@ -38,6 +38,7 @@ from ds_runtime.parallel.link.messages import Cause, Witness, instead, report
 from ds_runtime.parallel.mesh import Mesh
 
 _LONGEST = 1 << 16  # bytes of a line
+_TAKEN = -(1 << 16)  # in place of an exit code that somebody else in this process was told
 _UNGUARDED = (
     "LLM(tp={size}): the processes of its ranks import the script that makes it, and would make "
     'more: put what the script does under if __name__ == "__main__":'
@@ -206,7 +207,7 @@ class RankGroup:
         ended = wait([process.sentinel], timeout)
         with self._reaping:
             process.join(1.0 if ended else 0.0)  # the sentinel speaks before the exit code
-            return process.exitcode
+            return _TAKEN if ended and process.exitcode is None else process.exitcode
 
     def _watch(self) -> None:
         alive = {p.sentinel: p for p in self._processes}
@@ -347,9 +348,12 @@ class EngineProcesses:
 
 def _ended(code: int, leaving: bool) -> str:
     """What an exit code says that nobody asked for; leaving: they were told to leave."""
+    if code == _TAKEN:
+        said = "has ended, and something else took its exit code: is SIGCHLD ignored?"
+        return "" if leaving else said
     if code < 0 and not (leaving and code == -signal.SIGTERM):  # which may be sent to everybody
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"was ended by {interrupt.signal_name(-code)}{hint}"
     if code > 0 or (code == 0 and not leaving):
         return (
             f"has left by itself with exit code {code} and gave no reason: something in its "

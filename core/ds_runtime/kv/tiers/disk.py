@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
+from ds_runtime.config import EngineConfig
 from ds_runtime.kv.tiers.folder import DiskFolder, Sought
 from ds_runtime.kv.tiers.hand import LOST, EndedFutures, FileThreads, Hands
 from ds_runtime.kv.tiers.slots import TierSlots
@@ -24,6 +25,11 @@ LONGEST = 30.0  # seconds that a request waits for the disk
 PATIENCE = 60.0  # seconds that whoever closes waits for what is on its way there
 _GLANCE = 0.002  # seconds that a step waits to know what a folder has
 _LEAST = 4  # a quarter of the slots at most is on its way to the disk
+
+
+def seconds_to_close(config: EngineConfig) -> float:
+    """For which an engine that closes may write to its disk, at most."""
+    return 0.0 if config.disk_cache is None else PATIENCE
 
 
 Wanted = tuple[TierSlots, str, bytes, Callable[[int], object]]  # see `Disk.fetch`
@@ -142,7 +148,7 @@ class Disk:
         what to do with a slot once it is filled)."""
         made = Fetch(time.monotonic() + LONGEST)
         if not (self._late and self._is_asked):
-            future = self._looker.submit(partial(self.folder.reach, sought))
+            future = self._looker.submit(partial(self._reach, sought))
             self._looking[future], made.left = (made, finding), 1
             wait([future], _GLANCE)  # most prompts then start with this step
             if future.done():
@@ -153,6 +159,12 @@ class Disk:
         if not made.done:
             self._fetches.append(made)
         return made
+
+    def _reach(self, sought: Iterable[Sought]) -> int:
+        try:
+            return self.folder.reach(sought)
+        except Exception:  # no memory, say: the pages are computed
+            return 0
 
     def _found(self, future: Future[int]) -> None:
         made, finding = self._looking.pop(future)

@@ -66,14 +66,17 @@ class Disks:
             drained &= one.drain(until - time.monotonic())
         return drained
 
-    def close(self, settle: Callable[[], bool]) -> None:
+    def close(self, settle: Callable[[], bool], unsettled: Callable[[], int]) -> None:
         """Write what is on its way, for `PATIENCE` seconds at most, and leave; a line says what was
-        not written. settle: puts more on its way; whether it did."""
+        not written. settle: puts more on its way; whether it did. unsettled: how many it has not
+        put there yet."""
         until = time.monotonic() + PATIENCE
         while self.drain(until - time.monotonic()) and settle():
             pass
         self.poll(idle=True)  # what has ended while others were waited for
         left = sum(one.left for one in self._every)  # the first to close ends the link of all
+        if not self.stopped:  # else a line has said that nothing is written any more
+            left += unsettled()
         for one in self._every:
             one.close(0.0)
         if left:

@@ -88,11 +88,17 @@ class DiskFolder:
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise ConfigError(f"--disk-cache {self.folder}: {e.strerror}") from e
-            self.stopped = f"{self.folder}: {e.strerror}: no more pages are written there"
+            self.stop(e)
             return 0.0  # nobody knows
         finally:
             with suppress(OSError):
                 probe.unlink()
+
+    def stop(self, error: Exception) -> None:
+        """Write nothing any more, for this reason."""
+        why = error.strerror if isinstance(error, OSError) else ""
+        why = why or f"{type(error).__name__}: {error}".removesuffix(": ")
+        self.stopped = f"{self.folder}: {why}: no more pages are written there"
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there, whole or not. kind: "page" or "state"."""
@@ -121,10 +127,12 @@ class DiskFolder:
             head = _HEAD.pack(_MAGIC, VERSION, _checksum(parts), name, nbytes)
             _write(temporary, [memoryview(head), *parts])
             temporary.rename(path)
-        except OSError as e:
-            self.stopped = f"{self.folder}: {e.strerror}: no more pages are written there"
+        except BaseException as e:
             with suppress(OSError):
                 temporary.unlink()
+            if not isinstance(e, OSError):
+                raise
+            self.stop(e)
             return 0
         self._held += _HEAD.size + nbytes
         return nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ LOST = -1
 """What a read gives that filled nothing."""
 _READERS = 4
 _FORGETS = 1.0  # seconds that a step waits until a file is deleted
+_LAST_WRITES = 60.0  # seconds that whoever closes waits for what is begun
 _LAST_READS = 1.0  # seconds that whoever closes waits for reads under way, which are lost
 
 
@@ -179,7 +180,7 @@ class DiskHand:
 
         def begin() -> None:
             parts = self._memory.parts(kind, slot)
-            self._writer.submit(lambda: self.folder.write(own, kind, parts), future)
+            self._writer.submit(lambda: self._put(own, kind, parts), future)
 
         own = self._own(name)
         return self._add(_Waiting(self._memory.queued, kind, name, True, future, begin))
@@ -190,17 +191,27 @@ class DiskHand:
         erased = self._gone.get((own, kind))
 
         def read() -> int:
-            parts = self._memory.parts(kind, slot)
             if self._closing.is_set() or (erased is not None and not erased.done()):
                 return LOST
-            if not self.folder.read(own, kind, parts):
+            try:
+                parts = self._memory.parts(kind, slot)
+                if not self.folder.read(own, kind, parts):
+                    return LOST
+                return sum(part.nbytes for part in parts)
+            except Exception:  # no memory, say: the page is computed
                 return LOST
-            return sum(part.nbytes for part in parts)
 
         def begin() -> None:
             self._readers.submit(read, future)
 
         return self._add(_Waiting(self._memory.queued, kind, name, False, future, begin))
+
+    def _put(self, own: bytes, kind: str, parts: Sequence[memoryview]) -> int:
+        try:
+            return self.folder.write(own, kind, parts)
+        except Exception as e:  # whatever it is, an engine goes on without its disk
+            self.folder.stop(e)
+            return 0
 
     def _add(self, one: _Waiting) -> Future[int]:
         self._waiting.append(one)
@@ -215,11 +226,12 @@ class DiskHand:
             one.future.set_result(0)
         own = self._own(name)
         self._gone = {one: erased for one, erased in self._gone.items() if not erased.done()}
+        seconds = 0.0 if self._gone else _FORGETS  # a disk that hangs is waited for once
         for kind in kinds:
             erase = partial(self._forget, own, kind)
             self._gone[own, kind] = self._eraser.submit(erase)
             self._writer.submit(erase)  # nor is there later what is being written
-        wait([self._gone[own, kind] for kind in kinds], _FORGETS)
+        wait([self._gone[own, kind] for kind in kinds], seconds)
 
     def _forget(self, own: bytes, kind: str) -> int:
         self.folder.forget(own, kind)
@@ -243,9 +255,10 @@ class DiskHand:
         self.poll(finish=True)
         self._readers.drop(LOST)
         self._eraser.close(_FORGETS)
+        leaves |= not all(one.done() for one in self._gone.values())  # the writer deletes, too
         if leaves:
             self._writer.drop(0)
-        self._writer.close(0.0 if leaves else None)
+        self._writer.close(0.0 if leaves else _LAST_WRITES)
         self._readers.close(_LAST_READS)
 
     def _own(self, name: bytes) -> bytes:

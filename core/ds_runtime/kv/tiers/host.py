@@ -111,6 +111,11 @@ class HostTier:
             self.states.touch(step.name)
             step = step.parent
 
+    @property
+    def unsettled(self) -> int:
+        """How many nodes `settle` has yet to save."""
+        return len(self._only_here)
+
     def settle(self) -> int:
         """Nothing runs, and the process may end: what only the device has is saved, as many pages
         as may be on their way to the disk. How many."""

@@ -80,7 +80,10 @@ class DiskLink:
     def _own_end(self, number: int, done: Future[int]) -> None:
         if (error := done.exception()) is None:
             self._answer(number, done.result())
-        elif (asked := self._asked.pop(number, None)) is not None:
+            return
+        with self._lock:
+            asked = self._asked.pop(number, None)
+        if asked is not None:
             asked.future.set_exception(error)
 
     def tell(self, job: DiskJob) -> None:
@@ -103,7 +106,7 @@ class DiskLink:
             asked.nbytes += max(0, nbytes)
             if asked.left:
                 return
-            del self._asked[number]
+            self._asked.pop(number, None)
         asked.future.set_result(LOST if asked.lost else asked.nbytes)
 
     def wait(self, ended: EndedFutures, seconds: float) -> None:

@@ -50,7 +50,8 @@ class Watchdog:
 class Keeper:
     """Runs one replica's lives. `name`: what its lines begin with, "" where there is one replica.
 
-    `told`: called whenever its engine has become ready.
+    `told`: called whenever its engine has become ready. `writes`: seconds for which an engine that
+    closes may write to a disk.
     """
 
     def __init__(
@@ -60,18 +61,20 @@ class Keeper:
         name: str,
         patience: float,
         told: Callable[[], None],
+        writes: float = 0.0,
     ) -> None:
-        self.lives = lives
+        self.lives, self._writes = lives, writes
         self._client, self._name, self._told = client, name, told
         self._patience = patience
         self._fallen = False  # and everybody was told why
+        self._serves = False
         client.outlook = lives.outlook
 
     async def run(self) -> End:
         """Until it is not to be started again."""
         served = False
         while True:
-            self._fallen = False
+            self._fallen = self._serves = False
             self.lives.start()
             watch = asyncio.create_task(self._watch(self.lives.engine))
             try:
@@ -92,6 +95,7 @@ class Keeper:
         if client.dead is not None:
             return False
         self.lives.ready()
+        self._serves = True
         client.restarting = None
         self._told()
         await client.wait_dead()
@@ -108,9 +112,17 @@ class Keeper:
         engine = self.lives.renew()
         self._client.renew(engine.to_engine, engine.from_engine)
 
-    async def stop(self, hurried: bool) -> bool:
-        """End the engine's processes; whether they closed well, or it was known why not."""
-        reason = await self._stop(_AT_ONCE if hurried else _STOP_SECONDS)
+    async def stop(self, hurried: asyncio.Event) -> bool:
+        """End the engine's processes, at once where that is set; whether they closed well, or it
+        was known why not."""
+        seconds = _STOP_SECONDS + (self._writes if self._serves and not self._fallen else 0.0)
+        ending = asyncio.create_task(self._stop(_AT_ONCE if hurried.is_set() else seconds))
+        asked = asyncio.create_task(hurried.wait())
+        await asyncio.wait({ending, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if not ending.done():
+            await asyncio.to_thread(self.lives.stop, 0.0)
+        reason = await ending
         if self._fallen or reason is None:
             return True
         _log.error("%sthe engine failed while it closed: %s", self._name, reason)
