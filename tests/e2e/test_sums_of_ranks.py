@@ -101,7 +101,8 @@ def test_a_kind_that_one_rank_cannot_set_up_serves_none(
     assert all(kind == sums.sizes.kind(int(size)) for kind, size in served)
     assert {kind for kind, _ in served} == {"all_reduce", *dict(left)}
     check_counted(served)
-    assert {*COUNTED[1].sums} == {"all_reduce", *dict(left)}
+    assert "all_reduce" in COUNTED[1].sums  # small ones may be of warming alone
+    assert {*COUNTED[1].sums} <= {"all_reduce", *dict(left)}
 
 
 def check_counted(served):
