@@ -344,7 +344,7 @@ def test_rows_with_bits_of_their_own_have_an_origin_of_their_own(tiny, monkeypat
     roots = {Origin.of(one).root() for one in (made, *others)}
     assert len(roots) == len(others) + 1
     with monkeypatch.context() as patch:
-        patch.setattr("ds_runtime.assembly.result.version", lambda name: "0.0.of-another")
+        patch.setattr("ds_runtime.assembly.result.installed", lambda name: "0.0.of-another")
         roots.add(Origin.of(replace(made)).root())
     assert len(roots) == len(others) + 2
     plain = assembled()

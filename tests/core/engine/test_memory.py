@@ -13,6 +13,7 @@ from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
 from ds_runtime.ops.contracts.caches import CacheSizes
 from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN
@@ -31,6 +32,7 @@ def assembly(max_positions=1000, dims=None, **settings):
         cache_sizes=CacheSizes(PAGE, 0),
         binding=SimpleNamespace(base=None, choices=()),
         platform=SimpleNamespace(own_memory=False, kv_share=0.25),
+        sums=LIBRARY_SUMS,
     )
 
 
