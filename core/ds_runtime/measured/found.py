@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import resources
 from pathlib import Path
 
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.measured.costs import Costs
+from ds_runtime.plugins.described_devices import folders
 from ds_runtime.plugins.manager import Plugins
 
 FOLDER = "costs"
@@ -51,13 +51,8 @@ def costs_of(plugins: Plugins, device: str, named: str | None = None) -> Costs |
 
 def _shipped(plugins: Plugins, device: str) -> Costs | None:
     """Of the device's own file alone: what is wrong with files of others is told, and no more."""
-    for name, report in sorted(plugins.reports.items()):
-        if report.refusal is not None:
-            continue
-        try:
-            place = resources.files(report.module) / FOLDER
-        except (TypeError, ModuleNotFoundError):  # a single-file plugin, or one made in a test
-            continue
+    for name, within in folders(plugins):
+        place = within / FOLDER
         if not place.is_dir():
             continue
         for file in sorted(place.iterdir(), key=lambda f: f.name):

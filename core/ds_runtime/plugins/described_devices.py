@@ -22,6 +22,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
@@ -123,15 +124,20 @@ def whole(info: DeviceInfo) -> list[str]:
     return sorted(every - parts)
 
 
+def folders(plugins: Plugins) -> Iterator[tuple[str, Traversable]]:
+    """(plugin, folder of its module) of all that did not refuse and have one."""
+    for name, report in sorted(plugins.reports.items()):
+        if report.refusal is None:
+            try:
+                yield name, resources.files(report.module)
+            except (TypeError, ModuleNotFoundError):  # a single-file plugin, or one made in a test
+                continue
+
+
 def described(plugins: Plugins) -> Iterator[tuple[str, DescribedPlatform]]:
     """(device, its platform) of everything that the loaded plugins describe, plugin by plugin."""
-    for name, report in sorted(plugins.reports.items()):
-        if report.refusal is not None:
-            continue
-        try:
-            file = resources.files(report.module) / FILE
-        except (TypeError, ModuleNotFoundError):  # a single-file plugin, or one made in a test
-            continue
+    for name, folder in folders(plugins):
+        file = folder / FILE
         if not file.is_file():
             continue
         try:
