@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, grouped_fp8, nvrtc
+from ds_runtime_cuda import (
+    attention,
+    experts_streaming,
+    fp8_compressed,
+    fp8_few,
+    grouped_fp8,
+    nvrtc,
+)
 from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.packed12 import experts as token_experts
 from ds_runtime_cuda.packed12 import format as packed12
@@ -77,6 +84,7 @@ def test_kernels_of_fewer_bits_compile(home):
     made += [("packed12.cu", size, (b"count", b"encode"))]
     made += [("fp8_compressed.cu", fp8_compressed.defines(), (b"measure", b"encode"))]
     made += [("packed12_linear_few.cu", linear.few_defines(), (b"few",))]
+    made += [("fp8_few.cu", fp8_few.defines(ahead), (b"fp8_few",)) for ahead in (2, 3, 4)]
     made += [("packed12_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
     for source, defines, names in made:
         code = nvrtc.compile_for("sm_90a", source, defines)
@@ -157,6 +165,7 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("packed12.cu", packed12._Packed12Args, []),
         ("fp8_compressed.cu", fp8_compressed._Fp8CompressedArgs, []),
         ("packed12_experts.cu", token_experts._TokenExpertsArgs, []),
+        ("fp8_few.cu", fp8_few._Fp8FewArgs, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
@@ -189,4 +198,7 @@ def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
     linear.compile_linear(SimpleNamespace(shape=(102400, 2048)), (0, 1, 8, 64, 128, 200))
     assert len(list(home.iterdir())) == 11
     linear.compile_few(SimpleNamespace(), (8,))
+    fp8_few.compile_few(SimpleNamespace(), (0,))
     assert len(list(home.iterdir())) == 12
+    fp8_few.compile_few(SimpleNamespace(), (0, 8))
+    assert len(list(home.iterdir())) == 13

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from ds_runtime.api import FP8_GROUPS, Facts, Fixable, Gate, Library, Provider, checks, gates
+from ds_runtime.api import (
+    FP8_GROUPS,
+    RANK_PORTABLE,
+    RANK_REFERENCE,
+    Facts,
+    Fixable,
+    Gate,
+    Library,
+    Provider,
+    checks,
+    gates,
+)
 from ds_runtime_cuda.software import COMPILED, TOOLKIT, TRITON
 
+RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
+RANK_BESIDE = RANK_BEHIND - 2  # for some sizes, beside a kernel that serves the others
 FP8, DENSE = {"fp8_block"}, {"dense"}
 SCALED_PAGES = {"latent_fp8_groups.v1"}
 BLOCK = 128
@@ -175,6 +188,30 @@ def not_large(facts: Facts) -> str | None:
 
 def _whole_tiles(columns: int) -> str | None:
     return None if columns % COLUMNS == 0 else f"needs rows of whole 64 values, not of {columns}"
+
+
+SCALED_COLUMNS = 512  # inputs that cuBLAS multiplies together, with their scales
+_MOST_COLUMNS = 24_576  # of eight tokens: half of their values are on chip
+
+
+def scaled_columns(facts: Facts) -> str | None:
+    columns = facts.shape[-1] if facts.shape else SCALED_COLUMNS
+    if columns % SCALED_COLUMNS == 0:
+        return None
+    return f"takes {SCALED_COLUMNS} inputs at a time, and {columns} are no multiple of these"
+
+
+def odd_columns(facts: Facts) -> str | None:
+    if scaled_columns(facts) or not facts.shape:
+        return None
+    return f"is for other inputs than multiples of {SCALED_COLUMNS}, as {facts.shape[-1]} are"
+
+
+def columns_on_chip(facts: Facts) -> str | None:
+    columns = facts.shape[-1] if facts.shape else 0
+    if columns <= _MOST_COLUMNS:
+        return None
+    return f"keeps tokens of up to {_MOST_COLUMNS} inputs on chip, not of {columns}"
 
 
 EXPANDED = 256  # tokens from which kv_b is quicker multiplied in FP8

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from ds_runtime.api import (
     DENSE_EXPERTS,
-    DENSE_ROWS,
     FP8_EXPERTS,
     FP8_ROWS,
     RANK_PLATFORM,
-    RANK_PORTABLE,
-    RANK_REFERENCE,
     RANK_SPECIALISED,
     Compiles,
     Facts,
@@ -42,6 +39,8 @@ from ds_runtime_cuda.gates import (
     HALVES,
     HEADS_192,
     LATENT,
+    RANK_BEHIND,
+    RANK_BESIDE,
     SCALED_PAGES,
     arch,
     as_wide_as,
@@ -56,9 +55,7 @@ from ds_runtime_cuda.gates import (
     fp8_keys,
     has,
     in_fours,
-    large,
     many_experts,
-    not_large,
     quantises,
     queues,
     scaled_kv,
@@ -66,10 +63,9 @@ from ds_runtime_cuda.gates import (
     sgl_kernel,
     whole_pages,
 )
+from ds_runtime_cuda.linears import LINEAR
 from ds_runtime_cuda.software import BINDINGS, DEEP_GEMM, FLASH_MLA, FLASHINFER, SGL_KERNEL, TRITON
 
-RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
-RANK_BESIDE = RANK_BEHIND - 2  # for some sizes, beside a kernel that serves the others
 _FA3 = has(SGL_KERNEL, "flash_attn.flash_attn_varlen_func")
 _FA3_KV = has(SGL_KERNEL, "flash_attn.flash_attn_with_kvcache")
 _TRTLLM_MOE = has(FLASHINFER, "fused_moe.trtllm_fp8_block_scale_routed_moe")
@@ -258,23 +254,6 @@ def _streamed(
     )
 
 
-def _dense12(name: str, ahead: str, below: int, size: Gate) -> Kernel:
-    return cuda.offer(
-        "linear",
-        f"packed12.linear:{name}",
-        RANK_BESIDE,
-        arch("sm90"),
-        BINDINGS.has(),
-        BF16,
-        size,
-        formats=DENSE,
-        note="compiled by NVRTC when it is first needed",
-        rows=RowRange(DENSE_ROWS, 1, below),
-        footprint=Footprint(second_form=CODED),
-        compiles=Compiles(f"packed12.linear:{ahead}"),
-    )
-
-
 MOE: tuple[Kernel, ...] = (
     flashinfer.offer(
         "experts",
@@ -352,46 +331,5 @@ MOE: tuple[Kernel, ...] = (
     _streamed(
         "ExpertsDense12", DENSE, RowRange(DENSE_EXPERTS, 1, 321), rank=RANK_BESIDE + 1, second=CODED
     ),
-)
-LINEAR: tuple[Kernel, ...] = (
-    _dense12("LinearDense12", "compile_linear", 129, large),
-    _dense12("LinearFew12", "compile_few", 9, not_large),
-    deep_gemm.offer(
-        "linear",
-        "deep_gemm:LinearFp8",
-        RANK_SPECIALISED,
-        arch("sm90"),
-        has(DEEP_GEMM, "fp8_gemm_nt"),
-        quantises,
-        BF16,
-        checks.linear_groups(BLOCK, 8),
-        formats=FP8,
-        # One row needs no matrix unit, and no launch that quantises it.
-        rows=RowRange(FP8_ROWS, 2),
-        compiles=Compiles("deep_gemm:compile_linear"),
-    ),
-    flashinfer.offer(
-        "linear",
-        "flashinfer:LinearGroupwise",
-        RANK_SPECIALISED,
-        arch("sm100", "sm103"),
-        has(FLASHINFER, "gemm.gemm_fp8_nt_groupwise"),
-        quantises,
-        BF16,
-        checks.linear_groups(BLOCK, 128),
-        formats=FP8,
-    ),
-    cuda.offer(
-        "linear",
-        "torch_ops:LinearScaledMm",
-        RANK_PLATFORM,
-        arch("sm90"),
-        quantises,
-        checks.multiplies("float8_e4m3fn"),
-        BF16,
-        checks.linear_groups(BLOCK, 16),
-        formats=FP8,
-    ),
-    cuda.offer("linear", "torch_ops:LinearCublas", RANK_BEHIND, formats=DENSE),
 )
 OFFERS = ATTENTION + MOE + LINEAR + blackwell.ALL

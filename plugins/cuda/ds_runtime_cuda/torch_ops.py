@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import (
+    FP8_ROWS,
     Facts,
     Packed,
     ReferenceExperts,
@@ -18,9 +19,10 @@ from ds_runtime.api import (
     sums_in_float32,
 )
 from ds_runtime_cuda import grouped
+from ds_runtime_cuda.gates import SCALED_COLUMNS
 from ds_runtime_cuda.quant import quantise
 
-_ROWS, _COLUMNS = 16, 512  # cuBLAS multiplies by so many rows, and so many inputs
+_ROWS = 16  # that cuBLAS multiplies together
 
 
 class LinearCublas(ReferenceLinear):
@@ -52,15 +54,17 @@ class LinearScaledMm:
         if joined is None:
             return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
-        if missing := -values.shape[1] % _COLUMNS:
+        tag, restore = FP8_ROWS, fp8_blocks.restore
+        if missing := -values.shape[1] % SCALED_COLUMNS:
             values = F.pad(values.view(torch.uint8), (0, missing)).view(torch.float8_e4m3fn)
             scale = F.pad(scale, (0, missing // fp8_blocks.BLOCK))
+            tag, restore = self.tag, _restore_unpadded
         tensors = {"weight": values, "scale": scale}
         nbytes = values.nbytes + scale.nbytes
-        return Packed(self.tag, weight.shape, tensors, nbytes, _restore_unpadded)
+        return Packed(tag, weight.shape, tensors, nbytes, restore)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
+        packed.expect(self.tag, FP8_ROWS)
         tokens = x.shape[0]
         if "dense" in packed.tensors:
             return F.linear(x, packed.tensors["dense"])
@@ -77,6 +81,11 @@ class LinearScaledMm:
             out_dtype=torch.bfloat16,
         )
         return out[:tokens]
+
+
+class LinearScaledMmPadded(LinearScaledMm):
+    """The same for other widths. Weights have zeros behind them then, and no other kernel reads
+    them so."""
 
 
 def _restore_unpadded(packed: Packed) -> Tensor:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, grouped_fp8
+from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, fp8_few, grouped_fp8
 from ds_runtime_cuda.packed12 import experts, format, linear
 from vendor_doubles import attention as attention_double
 from vendor_doubles import experts_streaming as streaming_double
 from vendor_doubles import fp8_compressed as compressed_double
+from vendor_doubles import fp8_few as few_double
 from vendor_doubles import grouped
 from vendor_doubles import packed12 as packed_double
 
@@ -20,6 +21,7 @@ _DOUBLES = {
     attention: attention_double,
     grouped_fp8: grouped,
     fp8_compressed: compressed_double,
+    fp8_few: few_double,
     format: packed_double,
     linear: packed_double,
     experts: packed_double,
@@ -28,6 +30,7 @@ _CACHES = (
     experts_streaming._module,
     grouped_fp8._module,
     fp8_compressed._module,
+    fp8_few._module,
     format._module,
     linear._module,
     experts._module,

@@ -209,6 +209,7 @@ def linear_samples(facts: Facts) -> Iterator[Case]:
         ("fp8 cut both", (100, 150), (), (37, 101), "float32"),
         ("fp8 parts", (576, 128), (320, 256), (0, 0), "float32"),
         ("fp8 power-of-two scales", (256, 384), (), (0, 0), "ue8m0"),
+        ("fp8 wide", (144, 1024), (), (0, 0), "float32"),
     )
     for label, (out, n), parts, offset, scale in blocks:
         make = cases.Maker(facts, label)
