@@ -24,7 +24,8 @@ V3_LINEARS = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2
 V3_LINEARS += ((36864, 7168), (7168, 18432))
 LITE_LINEARS = ((3648, 2048), (2048, 2048), (5632, 2048), (2048, 2816), (21888, 2048))
 LITE_LINEARS += ((2048, 10944), (102400, 2048), (129280, 7168))
-EXPERTS = {"experts_fp8": ((256, 2048, 7168, 8), (256, 256, 7168, 8)),
+EXPERTS = {"experts_fp8": ((256, 2048, 7168, 8), (256, 1024, 7168, 8),
+                           (256, 512, 7168, 8), (256, 256, 7168, 8)),
            "experts_dense": ((64, 1408, 2048, 6),)}  # fmt: skip
 
 
@@ -286,7 +287,7 @@ def _linear_candidates(m: int, fp8: bool, n: int) -> list[Config]:
     return found + ([] if fp8 else [{"TORCH": 1}])
 
 
-def _expert_candidates(m: int, pairs: int, count: int, fp8: bool) -> list[Config]:
+def _expert_candidates(m: int, pairs: int, count: int, fp8: bool, inter: int) -> list[Config]:
     """The two matmuls are varied one after the other: their times add up."""
     depth: dict[str, Any] = {} if fp8 else {"BLOCK_K": (64, 128)}
     each, found = pairs / count, []
@@ -310,11 +311,12 @@ def _expert_candidates(m: int, pairs: int, count: int, fp8: bool) -> list[Config
                         DN_num_warps=(4, 8) if many else 4)  # fmt: skip
         if m == 1 and fp8:
             small = {"VECTOR": 1, "UP_GROUPS": 8, "UP_BLOCK_N": 4, "UP_num_warps": 1}
-            small |= {"DN_GROUPS": 16, "DN_BLOCK_N": 8, "DN_num_warps": 4}
+            whole = inter // 128  # groups of columns: all of a row at once, or half
+            small |= {"DN_GROUPS": whole, "DN_BLOCK_N": 8, "DN_num_warps": 4}
             found += [{**small, **u} for u in options(UP_BLOCK_N=(2, 4, 8), UP_GROUPS=(4, 8, 16),
                                                       UP_num_warps=(1, 2, 4))]  # fmt: skip
-            found += [{**small, **d} for d in options(DN_BLOCK_N=(4, 8, 16), DN_GROUPS=(8, 16),
-                                                      DN_num_warps=(2, 4, 8))]  # fmt: skip
+            found += [{**small, **d} for d in options(DN_BLOCK_N=(4, 8, 16), DN_GROUPS=(whole // 2, whole),
+                                                      DN_num_warps=(1, 2, 4, 8))]  # fmt: skip
         if m == 1:  # narrow tiles: there are few programs otherwise
             downs += options(DN_BLOCK_N=(16, 32), DN_num_stages=(4, 6, 8), DN_num_warps=(1, 2, 4))
             if not fp8:
@@ -345,7 +347,7 @@ def problems(wanted: set[str]) -> Iterator[Problem]:
                 flops = 6.0 * m * top_k * inter * hidden
                 shape, some = (
                     f"E={count},N={inter},K={hidden}",
-                    _expert_candidates(m, m * top_k, count, fp8),
+                    _expert_candidates(m, m * top_k, count, fp8, inter),
                 )
                 made = experts(fp8, count, inter, hidden, top_k, m)
                 yield Problem(op, shape, m * top_k, nbytes, flops, some, made)
