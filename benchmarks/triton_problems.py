@@ -315,7 +315,8 @@ def _expert_candidates(m: int, pairs: int, count: int, fp8: bool, inter: int) ->
             small |= {"DN_GROUPS": whole, "DN_BLOCK_N": 8, "DN_num_warps": 4}
             found += [{**small, **u} for u in options(UP_BLOCK_N=(2, 4, 8), UP_GROUPS=(4, 8, 16),
                                                       UP_num_warps=(1, 2, 4))]  # fmt: skip
-            found += [{**small, **d} for d in options(DN_BLOCK_N=(4, 8, 16), DN_GROUPS=(whole // 2, whole),
+            halves = whole // 2, whole
+            found += [{**small, **d} for d in options(DN_BLOCK_N=(4, 8, 16), DN_GROUPS=halves,
                                                       DN_num_warps=(1, 2, 4, 8))]  # fmt: skip
         if m == 1:  # narrow tiles: there are few programs otherwise
             downs += options(DN_BLOCK_N=(16, 32), DN_num_stages=(4, 6, 8), DN_num_warps=(1, 2, 4))

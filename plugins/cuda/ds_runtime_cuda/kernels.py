@@ -1,4 +1,4 @@
-"""The CUDA plugin's offer on one page; blackwell.py has the other. Torch-free.
+"""The CUDA plugin's offer; linears.py and blackwell.py have the rest. Torch-free.
 
 Each library is an adapter and a provider of its own, so that pins may name it. What is installed,
 and which functions it exports, are features of the device (software.py); what is missing is refused
