@@ -91,9 +91,10 @@ def settings_of(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     for one in args.set:
         name, _, text = one.partition("=")
         try:
-            found[name] = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found[name] = text
+            value = text
+        found[name] = tuple(value) if isinstance(value, list) else value
     return found
 
 
