@@ -47,7 +47,10 @@ TIERS = {
 }
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
-    "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
+    "`--ep` with other kernels than Triton's on GPUs": (
+        "conformance *ran on* an H200 for the project's own for CUDA and torch's grouped matmul, "
+        "*unrun* for DeepGEMM; others are not bound: they do not say *any part*"
+    ),
     "rows as FP8 codes between ranks": (
         "*ran on* CPUs with `reference.Fp8W8A8Experts`; timed on two H200s, where answers were not "
         "compared"
@@ -58,12 +61,12 @@ PARTS = {
 }
 COSTS = {
     "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",
-    "`tune host`": "*ran on* CPUs",
-    "`queue` and `lasting` of kernels (`tune costs`)": "*unrun*: for devices that queue",
+    "`tune host`": "*ran on* CPUs and on the host of two H200s",
+    "`queue` and `lasting` of kernels (`tune costs`)": "*ran on* an H200",
     "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
     "prefills (`plan`)": "held against two H200s: a quarter too fast (V3)",
     "costs that come with the tree": (
-        "of an H200 without DeepGEMM and FlashMLA, and without `queue`, `lasting` and `host`"
+        "of an H200 and of two, without DeepGEMM, FlashMLA and sparse attention"
     ),
 }
 V4 = {
