@@ -106,19 +106,19 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
         try:
             engine.start()
             print(
-                f"{at}: {len(engine.group.pids)} ranks for node 0 at {config.dist_init_addr}",
+                f"{at}: {len(engine.pids)} ranks for node 0 at {config.dist_init_addr}",
                 flush=True,
             )
-            while not engine.group.over.wait(0.25) and not asked.is_set():
+            while not engine.over.wait(0.25) and not asked.is_set():
                 pass
             if asked.is_set():
                 patience = server.shutdown_timeout + seconds_to_close(config) + _LET_GO
                 print(f"{at}: waits up to {patience:g} s for node 0 to end; another signal ends it")
                 sys.stdout.flush()
-                engine.group.over.wait(patience)
+                engine.over.wait(patience)
         finally:
             with interrupt.ignored(signal.SIGTERM):
-                engine.group.stop(0.0)
+                engine.stop(0.0)
         if (reason := engine.poll()) is not None:
             print(f"ds-runtime: {at}: {reason}", file=sys.stderr, flush=True)
     return int(reason is not None)

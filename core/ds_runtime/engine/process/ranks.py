@@ -50,12 +50,10 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
         raise
 
 
-def start_runner(
-    spec: RankSpec, assembly: Assembly, world: World, *, poison: bool = False
-) -> Runner:
+def start_runner(spec: RankSpec, assembly: Assembly, world: World) -> Runner:
     """Load, allocate and run one step."""
     with during("while it loaded the model"):
-        runner = Runner(assembly, world, spec.local_rank, spec.local_ranks, poison=poison)
+        runner = Runner(assembly, world, spec.local_rank, spec.local_ranks)
     with during("in its first steps"):
         runner.warm_up()
     return runner
