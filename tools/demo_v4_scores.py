@@ -26,7 +26,7 @@ import demo_text as dt
 from demo_scores import load_scoring
 from demo_v4_text import DEMO, Document, batch_of, on, spoken, tokenizer_of, weigh_turns
 from ds_runtime.grammar.compile import Compiler
-from ds_runtime.grammar.guide import Guide, Start
+from ds_runtime.grammar.guide import Start, words
 from ds_runtime.output_rules import OutputRules
 
 KEYS_TOKENS = (1024, 4096)
@@ -164,27 +164,38 @@ class Guided:
 
     def said(self, logits: Logits, objects: Sequence[Object], device: str) -> list[str]:
         """The text behind each trace, of OBJECT_TOKENS at most."""
-        guides = [Guide(o.rules, self.allowed, self.not_end, "schema") for o in objects]
+        matchers = [o.rules.matcher.deep_copy() for o in objects]
         rows = [o.said[0].tolist() for o in objects]
         begins = [len(row) for row in rows]
+        live = list(range(len(rows)))
         for _ in range(OBJECT_TOKENS):
-            live = [i for i, guide in enumerate(guides) if not guide.is_done]
+            masks = [words(matchers[i], self.allowed) for i in live]
+            bits = np.frombuffer(b"".join(masks), np.uint32).reshape(len(live), self.allowed.size)
+            goes_on = (bits & self.not_end).any(1)
+            live = [i for i, on_ in zip(live, goes_on, strict=True) if on_]
             if not live:
                 break
-            batch = [np.array(rows[i], np.uint16) for i in live]
-            ids, _ = on(device, batch_of([(row, np.zeros(len(row), np.uint8)) for row in batch]))
-            last = torch.tensor([len(row) - 1 for row in batch], device=device)
-            next_ = logits(ids)[torch.arange(len(live), device=device), last].float()
-            masks = np.stack([np.frombuffer(guides[i].mask, np.uint8) for i in live])
-            bits = np.unpackbits(masks, axis=1, bitorder="little")[:, : next_.shape[1]]
-            kept = torch.from_numpy(bits).to(device) == 1
-            for i, token in zip(
-                live, next_.masked_fill(~kept, -math.inf).argmax(-1).tolist(), strict=True
-            ):
-                guides[i].take(token)
+            best = self.likeliest(logits, [rows[i] for i in live], bits[goes_on], device)
+            for i, token in zip(live, best, strict=True):
+                matchers[i].consume_token(token)
                 if token != EOS:
                     rows[i].append(token)
+            live = [i for i in live if not matchers[i].is_stopped()]
         return [self.tokenizer.decode(row[b:]) for row, b in zip(rows, begins, strict=True)]
+
+    def likeliest(
+        self, logits: Logits, rows: Sequence[list[int]], masks: np.ndarray, device: str
+    ) -> list[int]:
+        """The likeliest token behind each row that its mask allows."""
+        documents = [(np.array(row, np.uint16), np.zeros(len(row), np.uint8)) for row in rows]
+        ids, _ = on(device, batch_of(documents))
+        each = torch.arange(len(rows), device=device)
+        last = torch.tensor([len(row) - 1 for row in rows], device=device)
+        next_ = logits(ids)[each, last].float()
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        hidden = torch.from_numpy(bits[:, : next_.shape[1]] == 0).to(device)
+        best: list[int] = next_.masked_fill(hidden, -math.inf).argmax(-1).tolist()
+        return best
 
 
 def parts(documents: Sequence[Document]) -> Iterator[list[Document]]:
