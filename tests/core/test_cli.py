@@ -360,6 +360,7 @@ def test_plan_prints_one_line_per_op(capsys: Capture, model: str, device: tuple[
     """With all sites and notes of the op's kernels; who lost and refused, with --verbose alone."""
     _, out, _ = run(capsys, "plan", "--model", model, *device)
     plan = json.loads(run(capsys, "plan", "--model", model, *device, "--json")[1])
+    assert plan["model"] == model and f"model {model} · platform " in out, "as it was typed"
     lines = [line for line in out.splitlines() if line.split()[0] in OPS]
     assert [line.split()[0] for line in lines] == list(dict.fromkeys(r["op"] for r in plan["rows"]))
     assert "refused: " not in out and "lost: " not in out

@@ -10,6 +10,7 @@ from pathlib import Path
 from ds_runtime._version import __version__
 from ds_runtime.assembly.plan import Plan, make_rows
 from ds_runtime.checkpoint.files import Stamps
+from ds_runtime.checkpoint.hub import plan_name
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
@@ -105,7 +106,7 @@ class Assembly:
         """The binding, and what it follows from."""
         config, facts = self.config, self.facts
         return Plan(
-            model=self.folder.name,
+            model=plan_name(self.folder),
             platform=self.platform.name,
             arch=self.device.arch,
             dtype=config.dtype,
