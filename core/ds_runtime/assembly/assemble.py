@@ -330,6 +330,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         batch_invariant=config.batch_invariant,
         quantized=bool(model.quantization) or config.quantize != "none",
         compiled_rows=config.torch_compile_max_bs if config.enable_torch_compile else 0,
+        context=config.context_length or model.max_positions,
     )
 
 

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ds_runtime.assembly.crossing import Crossing
+from ds_runtime.assembly.estimate import absorbing_of
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
@@ -25,7 +26,6 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.observers import Observers
 from ds_runtime.engine.process.failure import bounded, during
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.scheduler import Scheduler
@@ -82,7 +82,7 @@ class Engine:
             pace=Pace(runner.speculation) if runner.speculation else None,
             max_itl=(config.max_itl or 0.0) / 1000,
             prefill_sizes=runner.parts.exchange.sizes_of_steps(runner.programs.prefill_sizes),
-            absorbing=Absorbing.of(assembly, runner.parts.kernels.values()),
+            absorbing=absorbing_of(assembly),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []

@@ -25,7 +25,6 @@ from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs, Rest
-from ds_runtime.engine.schedule.absorbing import most_absorbed
 from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
@@ -185,8 +184,7 @@ class Runner:
         sharing += sum(self.platform.device(rank) == self.device for rank in others)
         memory = self.platform.memory(self.local_rank)
         room = Room(memory.total // sharing, before // sharing, memory.free // sharing)
-        absorbed = most_absorbed(self.assembly, self.bound.stateful.values(), self.context_length)
-        mine = kv_memory(self.assembly, room, self.context_length, absorbed)
+        mine = kv_memory(self.assembly, room, self.context_length)
         fewest = mine.fewest(self.comm.gather_objects(mine))
         if fewest.pages < self.max_pages:
             raise mine.too_small(fewest.pages, self.context_length)
