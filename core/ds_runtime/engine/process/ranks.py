@@ -89,6 +89,8 @@ def follow(spec: RankSpec, member: Member) -> None:
     while (data := member.receive(_LOOK if disk is not None and disk.busy else None)) != b"":
         if data is not None:
             _do(decoder.decode(data), runner, disk)
+            for told in runner.waits.take():
+                member.waited(told)
         for answer in () if disk is None else disk.answers():
             member.tell(answer)
     with during("while it closed"):
