@@ -37,7 +37,7 @@ _MANY = 1000  # messages that are read in a row
 _LONGEST = 10_000  # characters of a reason
 
 Differ = Callable[[str, str], list[str]]
-"""Says how two plans differ: that of rank 0, and another's."""
+"""Says how two plans differ, that of rank 0 and another's, in what ranks must have in common."""
 
 
 class Leader:
@@ -192,8 +192,7 @@ class Leader:
                 f"{place} has other weights than rank 0, under the same config.json: give every "
                 "node the same files of --model and --lora"
             )
-        if hello.plan != own.plan:
-            changes = self._differ(own.plan, hello.plan) or ["other notes, ranks or refusals"]
+        if hello.plan != own.plan and (changes := self._differ(own.plan, hello.plan)):
             return (
                 "the ranks decided differently, so they cannot work together; give every rank the "
                 "same packages, devices and flags:"
