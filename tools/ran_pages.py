@@ -56,6 +56,8 @@ PARTS = {
         "compared"
     ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
+    "delay of the last rank (`/metrics`)": "*ran on* CPUs, captured too: names a rank that was "
+    "made slow; *unrun* on GPUs",
     "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
     "*unrun* on GPUs",
 }

@@ -23,6 +23,7 @@ from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.device.waits import EVERY
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.observers import Observers
 from ds_runtime.engine.process.failure import bounded, during
@@ -46,6 +47,7 @@ from ds_runtime.kv.tiers.host import HostTier, own_root
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.kv.tiers.roots import SharedRoots
 from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.skew import Skew
 from ds_runtime.platform.compilations import counted, num_compiled
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
@@ -103,6 +105,7 @@ class Engine:
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = self._wire_bytes = 0.0
+        self._skew = Skew(runner.comm.size)
         self._sums, self._sum_bytes = Counter[str](), defaultdict[str, float](float)
 
     def _disks(self, config: EngineConfig, runner: Runner) -> Disks | None:
@@ -209,6 +212,8 @@ class Engine:
                 self._count_received(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
+            if plan.step % EVERY == 0:
+                self._hear_waits()
         if self.disk is not None:
             waits = plan is None and not self._launched
             self.disk.poll(idle=waits, seconds=_DISK_WAIT if waits else 0.0)
@@ -259,6 +264,13 @@ class Engine:
             self._sums[kind] += count
             self._sum_bytes[kind] += nbytes
 
+    def _hear_waits(self) -> None:
+        """What ranks tell of measured steps."""
+        if self.leader is not None:
+            own = [(0, told) for told in self.runner.waits.take()]
+            for rank, told in [*own, *self.leader.waited()]:
+                self._skew.note(rank, told.step, told.seconds)
+
     @cached_property
     def _crossing(self) -> Crossing:
         return Crossing.of(self.assembly)
@@ -303,6 +315,9 @@ class Engine:
         stats = self.scheduler.stats()
         stats.step_seconds, stats.wire_bytes = self._step_seconds, self._wire_bytes
         stats.sums, stats.sum_bytes = dict(self._sums), dict(self._sum_bytes)
+        self._hear_waits()
+        stats.skew_steps, stats.skew_seconds = self._skew.steps, self._skew.seconds
+        stats.rank_late = dict(self._skew.late) if self._skew.steps else {}
         if (below := self.runner.below) is not None:
             below.look()
             saved, loaded = below.saved, below.loaded

@@ -32,12 +32,25 @@ from ds_runtime._version import __version__
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.server.observe.engine_metrics import STATS
 
-_SUMS = (
-    ("all_reduces", "sums", "sums over ranks, by arithmetic, by the kind that served their size"),
+_OF_RANKS = (
+    (
+        "all_reduces",
+        "sums",
+        "kind",
+        "sums over ranks, by arithmetic, by the kind that served their size",
+    ),
     (
         "all_reduce_bytes_per_rank",
         "sum_bytes",
+        "kind",
         "what each rank received in these from the others, by arithmetic",
+    ),
+    (
+        "rank_late_seconds",
+        "rank_late",
+        "rank",
+        "how much later than the first rank each came to the collectives of the steps that "
+        "ds_runtime_skew_steps_total counts",
     ),
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -222,7 +235,7 @@ class _Engines(Collector):
                 for expert, count in enumerate(counts):
                     chosen.add_metric([self._model, n, str(layer), str(expert)], count)
         yield chosen
-        yield from self._sums(every)
+        yield from self._of_ranks(every)
         made = CounterMetricFamily(
             "ds_runtime_kernel_compilations",
             "kernels that were compiled, at the start and later; what comes later delays requests",
@@ -246,15 +259,15 @@ class _Engines(Collector):
         if ready is not None:
             yield from _plan(ready)
 
-    def _sums(self, every: Sequence[tuple[str, EngineView, Stats]]) -> Iterator[Metric]:
-        """All-reduces, by the kind that served them."""
-        for name, field, text in _SUMS:
+    def _of_ranks(self, every: Sequence[tuple[str, EngineView, Stats]]) -> Iterator[Metric]:
+        """All-reduces, by the kind that served them, and how late each rank was."""
+        for name, field, label, text in _OF_RANKS:
             found = CounterMetricFamily(
-                f"ds_runtime_{name}", text, labels=["model_name", "engine", "kind"]
+                f"ds_runtime_{name}", text, labels=["model_name", "engine", label]
             )
             for n, _, stats in every:
-                for kind, value in getattr(stats, field).items():
-                    found.add_metric([self._model, n, kind], value)
+                for key, value in getattr(stats, field).items():
+                    found.add_metric([self._model, n, str(key)], value)
             yield found
 
     def _family(

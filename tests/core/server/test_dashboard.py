@@ -175,6 +175,25 @@ def test_the_page_tells_which_kinds_of_sums_serve(before, now, said):
     assert found["All-reduces, one-shot / two-shot / others"] == said
 
 
+@node
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ((0, 0.0, {}), (4, 0.1, {0: 0.0, 1: 0.1, 2: 0.02}), "rank 1, 25 ms"),
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (8, 9.002, {0: 8.0, 1: 1.002}), "rank 1, 0.5 ms"),
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (2, 0.2, {0: 0.2, 1: 0.0}), "rank 0, 100 ms"),  # restarted
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (4, 9.0, {0: 8.0, 1: 1.0}), "–"),
+        ((0, 0.0, {}), (0, 0.0, {}), "–"),
+    ],
+)
+def test_the_page_names_the_last_rank(before, now, said):
+    made = [
+        Stats(skew_steps=steps, skew_seconds=seconds, rank_late=late)
+        for steps, seconds, late in (before, now)
+    ]
+    assert tiles(*made)["Last rank, and its delay per step"] == said
+
+
 def tiles(before, now):
     """What the page shows after two readings, by title."""
     readings = [

@@ -25,6 +25,7 @@ from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs, Rest
+from ds_runtime.engine.device.waits import Waits
 from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
@@ -68,6 +69,7 @@ class Runner:
         self.config = assembly.config
         self.platform = assembly.platform
         self.device = self.platform.device(local_rank)
+        self.waits = Waits(self.comm, self.platform.asynchronous, self.device)
         self.context_length = context_length(assembly)
         self.max_pages = -(-self.context_length // self.config.page_size)
         self.bound = bound or BoundOps(assembly.binding)
@@ -236,7 +238,9 @@ class Runner:
             self.sampler.start(init)
         self.copy(plan)
         handle = Handle(plan)
+        self.waits.begin(plan.step)
         rest, replays = self.programs.launch(handle, alone)
+        self.waits.end()
         if rest is None and self.rank == 0 and handle.arriving is None:
             handle.download()  # in front of saves, which nobody waits for who reads a result
         if self.below is not None:

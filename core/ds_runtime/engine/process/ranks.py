@@ -44,7 +44,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(spec.mesh, comm, config.batch_invariant, assembly.sums.sizes)
+        return World(spec.mesh, comm, config.batch_invariant, assembly.sums)
     except BaseException:
         comm.close()
         raise
@@ -60,8 +60,11 @@ def start_runner(spec: RankSpec, assembly: Assembly, world: World) -> Runner:
 
 
 def differences(here: str, there: str) -> list[str]:
-    """How two plans differ, as JSON."""
-    return difference(json.loads(here), json.loads(there))
+    """How two plans differ in what ranks must have in common, as JSON."""
+    mine, other = json.loads(here), json.loads(there)
+    if mine["digest"] == other["digest"]:
+        return []
+    return difference(mine, other) or ["other notes, ranks or refusals"]
 
 
 def follow(spec: RankSpec, member: Member) -> None:
@@ -87,6 +90,8 @@ def follow(spec: RankSpec, member: Member) -> None:
     while (data := member.receive(_LOOK if disk is not None and disk.busy else None)) != b"":
         if data is not None:
             _do(decoder.decode(data), runner, disk)
+            for told in runner.waits.take():
+                member.waited(told)
         for answer in () if disk is None else disk.answers():
             member.tell(answer)
     with during("while it closed"):

@@ -240,6 +240,18 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         CounterMetricFamily,
         "what each rank received from the others, by arithmetic; 0 of one rank",
     ),
+    (
+        "skew_steps",
+        "skew_steps",
+        CounterMetricFamily,
+        "engine steps, one in 32, in which it was measured how long ranks waited for each other",
+    ),
+    (
+        "skew_seconds",
+        "skew_seconds",
+        CounterMetricFamily,
+        "how much later than the first rank the last came to the collectives of these steps",
+    ),
     ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
     ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),
 )

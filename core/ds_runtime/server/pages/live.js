@@ -25,6 +25,7 @@ export const TILES = [
   ["Prompt tokens per step with prompts", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
   ["All-reduces, one-shot / two-shot / others", small, (v, c) => (v === null ? "–" : kinds(c))],
+  ["Last rank, and its delay per step", skew, (v, c) => (v === null ? "–" : last(v, c))],
   ["Busiest expert, times the mean", busiest, (v) => (v === null ? "–" : v.toFixed(2))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -79,6 +80,23 @@ function small(c) {
 function kinds(c) {
   const counts = byKind(c), all = counts.reduce((a, b) => a + b, 0);
   return counts.map((count) => share(count / all)).join(" / ");
+}
+
+// Seconds by which the last rank came later to a step's collectives than the first.
+function skew(c) {
+  const steps = grown(c.now, c.past, "skew_steps_total");
+  return steps ? grown(c.now, c.past, "skew_seconds_total") / steps : null;
+}
+
+function last(delay, c) {
+  const name = "rank_late_seconds_total";
+  const same = (a, b) => a.rank === b.rank && a.engine === b.engine;
+  const late = ({ labels }) => {
+    const only = (all) => ({ [name]: (all[name] ?? []).filter((s) => same(s.labels, labels)) });
+    return grown(only(c.now), only(c.past), name);
+  };
+  const found = [...c.now[name]].sort((a, b) => late(b) - late(a))[0];
+  return `rank ${found.labels.rank}, ${seconds(delay)}`;
 }
 
 // Of the layer where it is furthest above the mean; with --expert-metrics.
