@@ -214,7 +214,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
-        (["generate"], "required: prompt"),
+        (["generate"], "prompt is missing: the text to complete, or '-' for"),
         (["bench"], "KIND is missing: give one of one-batch, "),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
         (["plan", "dif"], "did you mean 'diff'?"),

@@ -8,7 +8,8 @@ from functools import partial
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import RequestError
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.answer import as_json
 from ds_runtime.server.generate.prepare import Service
 from ds_runtime.server.generate.protocol import LoadAdapterRequest, UnloadAdapterRequest
