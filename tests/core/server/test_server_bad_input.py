@@ -211,7 +211,7 @@ def test_bad_native(served, path, body, message):
         (b"[" * 60_000, "nested too deeply"),
         (b'{"messages": ' + b'{"a":' * 60_000, "nested too deeply"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_bad_json(served, raw, message):
     found = error(served.http.post("/v1/chat/completions", content=raw), 400)
