@@ -35,7 +35,7 @@ def adapter_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterRequest))
     async def unload(request: Request) -> Response:
-        """Take no more requests for an adapter, wait for those that run, and free its place."""
+        """Take no more requests for an adapter, wait for those that run, and free its slot."""
         check = partial(_unloadable, service)
         name = await parse(request, UnloadAdapterRequest, check)
         service.leaving.add(name)
