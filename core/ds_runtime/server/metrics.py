@@ -37,7 +37,7 @@ _SUMS = (
     (
         "all_reduce_bytes_per_rank",
         "sum_bytes",
-        "what each rank received in these from the others, by arithmetic",
+        "bytes of all-reduces that each rank received from the others, by arithmetic",
     ),
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -241,7 +241,7 @@ class _Engines(Collector):
         )
         ended.add_metric([self._model], self._text_ended())
         yield ended
-        yield _info("build", "this runtime", [{"version": __version__}])
+        yield _info("build", "the version of the runtime", [{"version": __version__}])
         ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:
             yield from _plan(ready)
@@ -276,7 +276,11 @@ def _plan(ready: Ready) -> Iterator[Metric]:
     """What was bound: the same for a plan's life, so the values are all 1."""
     plan = ready.plan
     said = ("digest", "platform", "arch", "dtype", "kv_layout")
-    yield _info("plan", "what was decided", [{key: str(plan.get(key, "")) for key in said}])
+    yield _info(
+        "plan",
+        "the plan: its digest, platform and formats",
+        [{key: str(plan.get(key, "")) for key in said}],
+    )
     rows = {(r["op"], r["kernel"], r["provider"]): None for r in plan.get("rows", ())}
     kernels = [{"op": op, "kernel": kernel, "provider": by} for op, kernel, by in rows]
     yield _info("kernel", "the kernels that serve each op", kernels)
