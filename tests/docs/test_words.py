@@ -41,7 +41,7 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
 
 
 def test_what_a_metric_says_needs_no_other_metric() -> None:
-    """Rows and Prometheus' HELP lines are in the order of names, so none refers to its neighbour."""
+    """Rows and Prometheus' HELP lines are sorted by name, so none refers to its neighbour."""
     text = (ROOT / "docs/metrics.md").read_text()
     said = [line for line in text.splitlines() if line.startswith("| `ds_runtime_")]
     found = [line for line in said if re.search(r"\b(?:these|those|there|theirs)\b", line)]
