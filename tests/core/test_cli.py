@@ -277,6 +277,7 @@ def test_a_verb_that_needs_a_verb_names_them(
         ),
         (["plan", "--model", "/no/such"], "--model /no/such: no such folder"),
         (["plan", "--platform", "cpuu"], "no such platform; did you mean 'cpu'?"),
+        (["plan", "--platform", "h200"], "it is a device: ds-runtime plan --device h200"),
         (["plan", "--plugins", "cpuu"], "'cpuu': no such plugin; did you mean 'cpu'?"),
         (["plan", "--explain", "linaer"], "no such op; did you mean 'linear'?"),
         (["plan", "lock"], "write ds-runtime plan lock FILE"),
