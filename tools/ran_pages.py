@@ -126,17 +126,18 @@ CLIENTS = Path(__file__).resolve().parents[1] / "tests" / "clients"
 CLIENTS_NOTE = "<!-- Written by tools/gen_docs.py from tests/clients. -->\n\n"
 CLIENTS_HEAD = """\
 These clients work as they come from their packages, without a patch or a plugin. Each ran against
-`ds-runtime serve` with the demo model, in an environment of its own. What each sent is in
-`tests/clients/recorded`, byte by byte, and the default tests send it again.
+`ds-runtime serve` with the demo model, in an environment of its own. The bytes that each sent
+are in
+`tests/clients/recorded`. The default tests send them again.
 
 The base URL is the server's with `/v1` for OpenAI's clients, and without it for Anthropic's, for
-guidellm and for SGLang's benchmark. Any key will do where the server has none.
+guidellm and for SGLang's benchmark. If the server has no key, clients may send any key.
 
-* lm-eval asks `/tokenizer_info`, and where it is answered takes the server's tokenizer, unless
-  `tokenizer_backend=huggingface` names another. With the server's it cannot render chats for
-  completions: it sends messages where `/tokenize` has a text.
-* Of SGLang's wheel the benchmark's files alone are laid out, as they are, with the one line that
-  they take from its engine, which needs CUDA to be imported.
+* lm-eval asks `/tokenizer_info`. If the server answers, lm-eval uses the server's tokenizer, unless
+  `tokenizer_backend=huggingface` names another. With the server's tokenizer it cannot render chats
+  for completions: it sends messages to `/tokenize`, which takes a text.
+* Of SGLang's wheel only the benchmark's files are installed, unchanged. They need one line of
+  SGLang's engine. That line comes along, because the engine itself cannot be imported without CUDA.
 
 ```console
 pytest -m clients tests/clients            # these versions

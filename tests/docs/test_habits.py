@@ -244,10 +244,3 @@ def test_the_size_of_the_plugin_in_the_readme_is_its_size() -> None:
     files = (ROOT / "plugins/npu").rglob("*.py")
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert abs(lines - int(said.replace(",", ""))) <= 100
-
-
-def test_the_example_plugin_is_the_one_of_the_readme() -> None:
-    page = (ROOT / "README.md").read_text()
-    for name in ("acme/__init__.py", "acme/kernels.py"):
-        source = (ROOT / "examples/plugin" / name).read_text()
-        assert source.startswith(f"# {name}") and f"```python\n{source}```" in page

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Decision
 from ds_runtime.ops.table import OPS
 
@@ -168,7 +168,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"plan {path}: cannot be read: {e}") from e
+        made = "a plan, as ds-runtime plan lock FILE writes it"
+        raise unreadable(f"plan {path}", e, made) from e
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(_is_row(r) for r in rows):
         raise ConfigError(f"plan {path}: is no plan; write one with ds-runtime plan lock FILE")

@@ -43,7 +43,7 @@ _OF_RANKS = (
         "all_reduce_bytes_per_rank",
         "sum_bytes",
         "kind",
-        "what each rank received in these from the others, by arithmetic",
+        "bytes of all-reduces that each rank received from the others, by arithmetic",
     ),
     (
         "rank_late_seconds",
@@ -254,7 +254,7 @@ class _Engines(Collector):
         )
         ended.add_metric([self._model], self._text_ended())
         yield ended
-        yield _info("build", "this runtime", [{"version": __version__}])
+        yield _info("build", "the version of the runtime", [{"version": __version__}])
         ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:
             yield from _plan(ready)
@@ -289,7 +289,11 @@ def _plan(ready: Ready) -> Iterator[Metric]:
     """What was bound: the same for a plan's life, so the values are all 1."""
     plan = ready.plan
     said = ("digest", "platform", "arch", "dtype", "kv_layout")
-    yield _info("plan", "what was decided", [{key: str(plan.get(key, "")) for key in said}])
+    yield _info(
+        "plan",
+        "the plan: its digest, platform and formats",
+        [{key: str(plan.get(key, "")) for key in said}],
+    )
     rows = {(r["op"], r["kernel"], r["provider"]): None for r in plan.get("rows", ())}
     kernels = [{"op": op, "kernel": kernel, "provider": by} for op, kernel, by in rows]
     yield _info("kernel", "the kernels that serve each op", kernels)

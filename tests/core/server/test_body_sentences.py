@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.protocol import Body
 from ds_runtime.server.http.body import validate
 from ds_runtime.server.protocols import anthropic, native, responses
@@ -27,3 +30,18 @@ def test_no_sentence_is_pydantic_s(kind: type[Body]) -> None:
                 validate(kind, {name: value})
             except ApiError as e:
                 assert not re.search(r"Input|validation|dictionary|instance|pattern", str(e)), e
+                assert not re.search(r"should be|\bNone\b|\bTrue\b|\bFalse\b", str(e)), e
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner),
+)
+
+
+@given(JSON.filter(lambda value: not isinstance(value, str)))
+def test_values_of_requests_are_shown_as_json(value: object) -> None:
+    """As the client wrote them: null and true, not None and True; long ones are cut."""
+    said = shown(value)
+    whole = json.dumps(value, ensure_ascii=False)
+    assert len(said) <= 80 and (said == whole if len(whole) <= 80 else said.endswith("..."))

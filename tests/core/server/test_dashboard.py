@@ -122,7 +122,7 @@ def test_the_page_tells_of_snapshots_where_there_may_be_some(total, said):
         """,
         metrics.text().decode(),
     )
-    assert dict(found)["Snapshots, kept / used / evicted"] == said
+    assert dict(found)["Snapshots of states, kept / used / evicted"] == said
 
 
 @node
@@ -140,7 +140,7 @@ def test_the_page_tells_of_host_memory_where_it_is_used(total, said):
         """,
         metrics.text().decode(),
     )
-    assert dict(found)["Host memory, pages kept / tokens found there"] == said
+    assert dict(found)["Host memory, pages kept / prompt tokens read"] == said
 
 
 @node

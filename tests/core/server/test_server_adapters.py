@@ -86,7 +86,7 @@ def test_models_are_listed_and_unknown_ones_refused(adapting):
     assert adapting.http.get("/v1/models/a").json() == listed[1]
     error(adapting.chat("[say so]", model="b"), 404, "model 'b' is not served here: use 'fake' or")
     reply = adapting.post("/generate", text="x", lora_path="b")
-    assert error(reply, 400, "'b' is the name of no adapter; loaded are: a")["param"] == "lora_path"
+    assert error(reply, 400, "'b' is no loaded adapter: name a")["param"] == "lora_path"
 
 
 def test_an_adapter_that_cannot_be_loaded_changes_nothing(adapting):

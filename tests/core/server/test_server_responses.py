@@ -176,7 +176,7 @@ def test_structured_parse(client):
 BAD = [
     ({}, "input", "missing"),
     ({"input": []}, "input", "at least 1 item"),
-    ({"input": 3}, "input", "valid"),
+    ({"input": 3}, "input", "must be a string or a list"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user, assistant"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "text or a list of parts"),
     (

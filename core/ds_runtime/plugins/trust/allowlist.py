@@ -19,7 +19,7 @@ from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from zipfile import BadZipFile
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.plugins.trust.code_of import Specs, foreign_code
 from ds_runtime.plugins.trust.imports_of import first_file
@@ -93,7 +93,8 @@ def read_allowlist(path: str, installed: Iterable[str]) -> Allowlist:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"--plugin-allowlist {path}: cannot be read: {e}") from e
+        made = "an allowlist, as ds-runtime plugins --lock FILE writes it"
+        raise unreadable(f"--plugin-allowlist {path}", e, made) from e
     rows = raw.get("plugins") if isinstance(raw, dict) else None
     if not isinstance(rows, list) or raw.get("format") != FORMAT or not all(map(_is_row, rows)):
         raise ConfigError(

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ds_runtime.engine.messages import TokenLogprob
-from ds_runtime.errors import FieldPath, RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.sampling_params import SamplingParams, check_number
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.chat import MAX_PROMPTS, Prompt, plain_prompts
 from ds_runtime.server.generate.choice import Choice, Piece
 from ds_runtime.server.generate.formats import Chunks
@@ -126,10 +127,9 @@ def _adapter(service: Service, body: GenerateRequest, i: int, count: int) -> str
     """The adapter of a prompt, "" for none."""
     name: str = _each(body.lora_path, "lora_path", i, count) or ""
     if name and not service.has_adapter(name):
-        known = ", ".join(service.client.adapters) or "none"
-        raise RequestError.of(
-            "lora_path", f" {shown(name)} is the name of no adapter; loaded are: {known}"
-        )
+        known = " or ".join(service.client.adapters)
+        remedy = f"name {known}" if known else "load it first (/v1/load_lora_adapter)"
+        raise RequestError.of("lora_path", f" {shown(name)} is no loaded adapter: {remedy}")
     return name
 
 
