@@ -286,6 +286,8 @@ def test_each_group_is_asked_once_for_its_sum():
     assert World(Mesh(3, attn_dp=3), AtOnce([]), True).sums == Sums(), "nobody divides heads"
     World(Mesh(3, hosts=3), there := AtOnce([]), True)
     assert not hasattr(there, "asked")
+    off = World(Mesh(3), there, True, shares=False)
+    assert not hasattr(there, "asked") and off.sums == Sums(), "--disable-custom-all-reduce"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +298,7 @@ def test_each_group_is_asked_once_for_its_sum():
         ("h200", 8, {"dp": 2, "enable_dp_attention": True}, True),
         ("h200", 8, {"dp": 8, "enable_dp_attention": True}, False),
         ("h200", 16, {}, False),
+        ("h200", 2, {"disable_custom_all_reduce": True}, False),
         ("h200", 4, {"nnodes": 2, "dist_init_addr": "h:1"}, False),
         ("l40s", 2, {}, False),
     ],

@@ -131,8 +131,10 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         )
         if (here := _told(mine, key)) != (there := _told(other, key))
     ]
-    if _told(mine, "sum_sizes") != _told(other, "sum_sizes"):
-        said.append(f"sums: {mine.get('sums', '')!r} here, {other.get('sums', '')!r} there")
+    sums, others = mine.get("sums", ""), other.get("sums", "")
+    # Plans of before `sum_sizes` have the sizes in that sentence alone.
+    if _told(mine, "sum_sizes") != _told(other, "sum_sizes") and sums != others:
+        said.append(f"sums: {sums!r} here, {others!r} there")
     here, there = _by_site(mine), _by_site(other)
     for key in sorted({*here, *there}):
         if here.get(key) != there.get(key):

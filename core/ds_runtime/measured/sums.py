@@ -33,7 +33,7 @@ def decide(config: EngineConfig, platform: Platform, device: DeviceInfo, plugins
     if ranks == 1 or ranks not in able:
         return LIBRARY_SUMS
     if config.batch_invariant:
-        return Sums(at_once=True)
+        return Sums(at_once=not config.disable_custom_all_reduce)
     of_ranks = f"all-reduces of {ranks} ranks"
     if config.disable_custom_all_reduce:
         return Sums(said=f"{of_ranks} are the library's, for --disable-custom-all-reduce")

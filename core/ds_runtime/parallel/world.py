@@ -18,7 +18,8 @@ class World:
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
     in_order: sums add the ranks in their order, whatever their size. sums: what was decided for
     the ranks that divide heads. The attribute of that name: what they could set up of it, without a
-    sentence; the sizes are those of rank 0's group.
+    sentence; the sizes are those of rank 0's group. shares: whether sums in order may read other
+    ranks' memory; else their parts are gathered, with the same bits.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class World:
         everyone: Communicator,
         in_order: bool = False,
         sums: Sums = LIBRARY_SUMS,
+        shares: bool = True,
     ) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
         self.sums = LIBRARY_SUMS
@@ -40,7 +42,8 @@ class World:
         summing: dict[tuple[Group, ...], Communicator] = dict(made)
         # Groups that differ in what they could set up differ in nothing that others wait for.
         if in_order:
-            ordered = {groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}
+            shares = shares and mesh.hosts == 1
+            ordered = {groups: InOrder(own, shares) for groups, own in made.items()}
             summing |= ordered
             if mesh.attn_tp > 1:
                 self.sums = Sums(at_once=ordered[mesh.groups("attn_tp")].adds_at_once)

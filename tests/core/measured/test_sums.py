@@ -219,6 +219,9 @@ def test_other_differences_of_plans_are_told(home):
     given = [json.dumps(one.to_dict()) for one in (plain, noted)]
     assert differences(*given) == ["other notes, ranks or refusals"]
     assert differences(given[0], given[0]) == []
+    for other in ("", "no JSON", "[]", "null", '"text"'):
+        assert differences(given[0], other) == ["a plan that cannot be read"]
+    assert differences(given[0], "{}")
 
 
 def test_kinds_need_the_librarys_curve_beside_them():

@@ -145,3 +145,22 @@ def test_a_device_whose_events_have_no_times_measures_nothing():
         waits.begin(step)
         waits.end()
     assert waits.take() == []
+
+
+@pytest.mark.parametrize("fails", ["query", "elapsed_time"])
+def test_a_device_whose_events_can_only_be_recorded_measures_nothing(monkeypatch, fails):
+    """As torch's device guards do that leave `elapsedTime` out."""
+
+    def lacks(*_):
+        raise NotImplementedError("Backend doesn't support elapsedTime.")
+
+    monkeypatch.setattr(waits_module.torch, "Event", Event)
+    monkeypatch.setattr(Event, "reached", True)
+    monkeypatch.setattr(Event, fails, lacks)
+    waits = Waits(SimpleNamespace(size=2), True, CPU)
+    for step in range(3 * EVERY):
+        waits.begin(step)
+        waits.end()
+        assert waits.take() == []
+    monkeypatch.setattr(waits_module.torch, "Event", lacks)
+    waits.begin(3 * EVERY)  # no further event is asked for

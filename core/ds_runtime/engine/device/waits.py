@@ -70,9 +70,13 @@ class Waits:
         """What is known of steps since the last call. Never waits."""
         if not self._queued and not self._done:
             return []
-        while self._queued and self._queued[0][2].query():
-            step, begin, end = self._queued.popleft()
-            self._done.append(Waited(step, begin.elapsed_time(end) / 1000))
+        try:
+            while self._queued and self._queued[0][2].query():
+                step, begin, end = self._queued.popleft()
+                self._done.append(Waited(step, begin.elapsed_time(end) / 1000))
+        except RuntimeError:  # events that can be recorded, and have no times
+            self._serves = False
+            self._queued.clear()
         found = [*self._done]
         self._done.clear()
         return found

@@ -44,7 +44,8 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(spec.mesh, comm, config.batch_invariant, assembly.sums)
+        shares = not config.disable_custom_all_reduce
+        return World(spec.mesh, comm, config.batch_invariant, assembly.sums, shares)
     except BaseException:
         comm.close()
         raise
@@ -61,8 +62,13 @@ def start_runner(spec: RankSpec, assembly: Assembly, world: World) -> Runner:
 
 def differences(here: str, there: str) -> list[str]:
     """How two plans differ in what ranks must have in common, as JSON."""
-    mine, other = json.loads(here), json.loads(there)
-    if mine["digest"] == other["digest"]:
+    try:
+        mine, other = json.loads(here), json.loads(there)
+    except ValueError:
+        other = None
+    if not isinstance(other, dict):
+        return ["a plan that cannot be read"]
+    if mine["digest"] == other.get("digest"):
         return []
     return difference(mine, other) or ["other notes, ranks or refusals"]
 
