@@ -21,6 +21,7 @@ from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.common import garbage
 from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.adapter import check_name
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.device.waits import EVERY
@@ -171,6 +172,10 @@ class Engine:
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter; requests under way continue. RequestError says why it cannot be."""
+        try:
+            check_name(name)
+        except ConfigError as e:
+            raise RequestError(str(e), "lora_name") from e
         try:
             held = self.adapters.place(name, Path(folder).expanduser().absolute())
             message = PutAdapter(held.slot, str(held.folder))

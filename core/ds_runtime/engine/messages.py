@@ -243,11 +243,13 @@ class Profiled(msgspec.Struct, tag=True):
 
 
 class Adapted(msgspec.Struct, tag=True):
-    """Answer to Adapt: done, or why it was refused. `adapters`: the names that are loaded now."""
+    """Answer to Adapt: done, or why it was refused. `adapters`: the names that are loaded now;
+    `param`: the field that is to blame."""
 
     token: str
     adapters: list[str]
     refused: str = ""
+    param: str | None = None
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):

@@ -109,7 +109,8 @@ class _Pool:
         """Another thread, if somebody waits for one. Where idle ones wait for a processor, more of
         them would but wait as well, and each later has something to do often enough to stay."""
         with self._lock:
-            if self._asked.qsize() <= self._idle:
+            full = 0 < self._heavy <= self._threads
+            if full or self._asked.qsize() <= self._idle:
                 return
             self._threads += 1
             self._idle += 1
@@ -137,6 +138,8 @@ class _Pool:
                 return
             with self._lock:
                 self._idle -= 1
+            if self._heavy:
+                self.grow()  # who asked before that took this one for idle, and asks once
             one.found = _follow(one)
             with self._lock:
                 self._idle += 1

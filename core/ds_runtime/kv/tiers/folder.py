@@ -179,8 +179,10 @@ class DiskFolder:
         except FileNotFoundError:
             pass
         except OSError:
-            if stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode):
-                os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW))
+            with suppress(FileNotFoundError):  # there was none, or another server has deleted it
+                if stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode):
+                    how = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                    os.close(os.open(path, how))
         self._refused.discard(path)
 
     def _erased(self, path: Path) -> bool:

@@ -45,7 +45,8 @@ def digest(distribution: Distribution) -> str:
         raise Unreadable("has no RECORD of its files: install it with pip")
     found = hashlib.sha256()
     for file in sorted(distribution.files, key=str):
-        if file.name in _NOT_CODE or {"__pycache__", ".."} & {*file.parts}:
+        kept = file.parent.name == "__pycache__" and file.match("*.*.pyc")
+        if file.name in _NOT_CODE or kept or ".." in file.parts:
             continue  # kept bytecode is compared with its source
         try:
             content = file.read_binary()  # out of an archive, too

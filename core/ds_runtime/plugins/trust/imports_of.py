@@ -69,6 +69,8 @@ def stray(
         by = {dist.name, *owners.get(module.partition(".")[0], ())}
         # Those whose name it is come first: reading every list of files takes long.
         likely = sorted(distributions(), key=lambda one: one.name not in by)
+        if not Path(place).is_absolute():  # a loader's name: nobody has that as a file
+            return module, place
         if not any(_has(one, origin) for one in likely) and not any(
             _is_editable_in(one, origin) for one in likely
         ):

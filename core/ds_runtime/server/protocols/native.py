@@ -31,7 +31,7 @@ from ds_runtime.server.generate.protocol import (
 from ds_runtime.server.generate.run import PerPrompt, Run
 from ds_runtime.server.generate.sampling import build_params, check_ids
 from ds_runtime.server.protocols.fields import NATIVE_SAMPLING, Fields
-from ds_runtime.server.protocols.translate import ClientNames, Json
+from ds_runtime.server.protocols.translate import ClientNames, Json, Pattern
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -97,7 +97,10 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         if isinstance(getattr(body, name), list):
             raise RequestError.of(name, " is a list, but there is one prompt: send a string")
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
-    names = ClientNames(fields={(shared,): (native,) for shared, native in _NAMES.items()})
+    fields: dict[Pattern, Pattern] = {(shared,): (own,) for shared, own in _NAMES.items()}
+    if not isinstance(body.sampling_params, list):  # else nobody knows here whose it is
+        fields |= {(rule,): ("sampling_params", rule) for rule in ("json_schema", "regex", "ebnf")}
+    names = ClientNames(fields=fields)
     with names.kept():
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
