@@ -127,8 +127,7 @@ CLIENTS_NOTE = "<!-- Written by tools/gen_docs.py from tests/clients. -->\n\n"
 CLIENTS_HEAD = """\
 These clients work as they come from their packages, without a patch or a plugin. Each ran against
 `ds-runtime serve` with the demo model, in an environment of its own. The bytes that each sent
-are in
-`tests/clients/recorded`. The default tests send them again.
+are in `tests/clients/recorded`. The default tests send them again.
 
 The base URL is the server's with `/v1` for OpenAI's clients, and without it for Anthropic's, for
 guidellm and for SGLang's benchmark. If the server has no key, clients may send any key.

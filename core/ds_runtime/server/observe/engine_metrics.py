@@ -250,7 +250,8 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "skew_seconds",
         "skew_seconds",
         CounterMetricFamily,
-        "how much later than the first rank the last came to the collectives of these steps",
+        "how much later than the first rank the last came to the collectives of the steps that "
+        "ds_runtime_skew_steps_total counts",
     ),
     ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
     ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),

@@ -25,7 +25,7 @@ export const TILES = [
   ["Prompt tokens per prefill step", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
   ["All-reduces, one-shot / two-shot / others", small, (v, c) => (v === null ? "–" : kinds(c))],
-  ["Last rank, and its delay per step", skew, (v, c) => (v === null ? "–" : last(v, c))],
+  ["Last rank, and its delay per step", (c) => last(c)?.delay ?? null, (v, c) => (v === null ? "–" : named(c))],
   ["Busiest expert, times the mean", busiest, (v) => (v === null ? "–" : v.toFixed(2))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -82,21 +82,23 @@ function kinds(c) {
   return counts.map((count) => share(count / all)).join(" / ");
 }
 
-// Seconds by which the last rank came later to a step's collectives than the first.
-function skew(c) {
-  const steps = grown(c.now, c.past, "skew_steps_total");
-  return steps ? grown(c.now, c.past, "skew_seconds_total") / steps : null;
-}
-
-function last(delay, c) {
-  const name = "rank_late_seconds_total";
-  const same = (a, b) => a.rank === b.rank && a.engine === b.engine;
-  const late = ({ labels }) => {
-    const only = (all) => ({ [name]: (all[name] ?? []).filter((s) => same(s.labels, labels)) });
+// The rank that came latest to the collectives of its engine's measured steps, and by how much in each.
+function last(c) {
+  const some = (name, wanted) => {
+    const only = (all) => ({ [name]: (all[name] ?? []).filter((s) => wanted(s.labels)) });
     return grown(only(c.now), only(c.past), name);
   };
-  const found = [...c.now[name]].sort((a, b) => late(b) - late(a))[0];
-  return `rank ${found.labels.rank}, ${seconds(delay)}`;
+  const ranks = (c.now.rank_late_seconds_total ?? []).map(({ labels: { engine, rank } }) => {
+    const late = some("rank_late_seconds_total", (l) => l.rank === rank && l.engine === engine);
+    return { engine, rank, delay: late / some("skew_steps_total", (l) => l.engine === engine) };
+  });
+  return ranks.filter((r) => Number.isFinite(r.delay)).sort((a, b) => b.delay - a.delay)[0];
+}
+
+function named(c) {
+  const { engine, rank, delay } = last(c);
+  const many = new Set(c.now.rank_late_seconds_total.map((s) => s.labels.engine)).size > 1;
+  return `rank ${rank}${many ? ` of engine ${engine}` : ""}, ${seconds(delay)}`;
 }
 
 // Of the layer where it is furthest above the mean; with --expert-metrics.
