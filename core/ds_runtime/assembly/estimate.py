@@ -114,7 +114,7 @@ def most_sequences(config: EngineConfig) -> int:
 
 def absorbing_of(assembly: Assembly) -> Absorbing | None:
     """Which chunks of prompts attend as decode does. None where attention has another form anyway,
-    where drafts branch, and where a kernel does not take so many rows."""
+    where drafts branch, and where a kernel does not promise `many_rows`."""
     config, model, binding = assembly.config, assembly.model, assembly.binding
     kernels = list[Kernel]()
     for site, kernel in binding.choices:

@@ -6,10 +6,10 @@ _PENDING = 64  # steps of which not every rank has told
 
 
 class Skew:
-    """Of an engine of so many ranks, from the seconds that each waited for the others in a step.
-    Whoever waited longest came first, and each other rank was late by what it waited less.
+    """Of an engine, from the seconds that each rank waited for the others in a step. Whoever waited
+    longest came first, and each other rank was late by what it waited less.
 
-    steps: those of which every rank has told. seconds: by which the last rank was late, summed over
+    ranks: their number. steps: those of which every rank has told. seconds: by which the last rank was late, summed over
     them. late: the same of each rank, by its number.
     """
 
@@ -19,7 +19,7 @@ class Skew:
         self._pending: dict[int, dict[int, float]] = {}
 
     def note(self, rank: int, step: int, waited: float) -> None:
-        """A rank waited so many seconds in the step of this number."""
+        """A rank waited `waited` seconds in the step of this number."""
         told = self._pending.setdefault(step, {})
         told[rank] = waited
         if len(told) == len(self.late):

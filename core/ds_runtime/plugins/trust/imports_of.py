@@ -84,8 +84,9 @@ def comes_from(spec: ModuleSpec) -> str:
 
 
 def first_file(name: str, specs: Mapping[str, ModuleSpec | None]) -> tuple[str, str] | None:
-    """The outermost package or module on the way to `name` that is a file, or comes from a loader
-    without one, and that file or loader; None for one of the interpreter's and for none at all."""
+    """The outermost package or module on the way to `name` that is a file, and that file. One that
+    comes from a loader without a file counts, with the loader's name. None for one of the
+    interpreter's, and for none at all."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         module = ".".join(parts[:count])
