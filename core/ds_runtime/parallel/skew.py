@@ -9,8 +9,8 @@ class Skew:
     """Of an engine, from the seconds that each rank waited for the others in a step. Whoever waited
     longest came first, and each other rank was late by what it waited less.
 
-    ranks: their number. steps: those of which every rank has told. seconds: by which the last rank was late, summed over
-    them. late: the same of each rank, by its number.
+    ranks: their number. steps: those of which every rank has told. seconds: by which the last rank
+    was late, summed over them. late: the same of each rank, by its number.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -17,7 +17,7 @@ _KEPT = 4  # measured steps that are still under way
 
 class Waits:
     """Of one rank. comm: the communicator of all ranks. asynchronous: the device computes while
-    the host goes on.
+    the host continues.
 
     Where it does not, collectives return when they are over, and the communicator counts their
     seconds (`TorchCommunicator.waited`). Where it does, the whole step is measured on the device:
