@@ -81,10 +81,14 @@ def test_each_prompt_may_have_an_adapter_of_its_own(adapting):
     leaving.start()
     until(lambda: models(adapting) == ["fake", "a"])
     assert leaving.is_alive()
+    unknown = adapting.post("/generate", text="x", lora_path="c"), unload(adapting, "c")
     adapting.post("/abort_request", rid="two")
     for thread in (running, leaving):
         thread.join(10)
     assert box[0].status_code == 200 and models(adapting) == ["fake", "a"]
+    for reply, remedy in zip(unknown, (": name a", "; loaded are: a"), strict=True):
+        said = error(reply, 400, "'c' is n")["message"]
+        assert said.endswith(remedy), "what leaves is no remedy"
 
 
 def test_models_are_listed_and_unknown_ones_refused(adapting):
