@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from importlib._bootstrap_external import _code_to_hash_pyc  # type: ignore[import-not-found]
-from importlib.machinery import ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 from zipimport import zipimporter
 
@@ -264,3 +265,58 @@ def test_what_an_editable_install_brings_is_installed(silent: Path, tmp_path: Pa
     assert found.startswith("sha256:") and imported == ["True", "False"]
     shutil.rmtree(next(user.glob("helper-1.0*.dist-info")))
     assert f"comes from {source}/code/__init__.py, which no installed" in run(tmp_path, "-c", asked)
+
+
+def test_a_namespace_package_in_another_is_looked_for_where_an_import_looks(
+    silent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is imported, so Python itself finds no search path of the outer one."""
+    write(silent / "acme_pkg" / "kernels.py", "from spaced.within import mod\n")
+    write(silent / "spaced" / "within" / "mod.py", "x = 1\n")
+    record(silent)
+    assert at(silent, monkeypatch).startswith("sha256:")
+    write(tmp_path / "evil" / "spaced" / "within" / "mod.py")
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(str(silent))
+        patched.syspath_prepend(str(tmp_path / "evil"))
+        importlib.invalidate_caches()
+        with pytest.raises(Unreadable, match=f"comes from {tmp_path}/evil/spaced/within/mod.py"):
+            of(silent)
+
+
+@pytest.mark.parametrize("name", ["impl.py", f"impl{EXTENSION_SUFFIXES[0]}", "impl.pyc"])
+def test_a_folder_of_kept_bytecode_may_hold_code(
+    silent: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Which is imported as from any other folder: acme_pkg.__pycache__.impl."""
+    code = silent / "acme_pkg" / "__pycache__" / name
+    write(code, "x = 1\n")
+    record(silent)
+    (info,) = silent.glob("*.dist-info")
+    if name.endswith(".pyc"):
+        with (info / "RECORD").open("a") as lines:
+            lines.write(f"acme_pkg/__pycache__/{name},,\n")
+    before = at(silent, monkeypatch)
+    code.write_text("x = 2\n")
+    assert at(silent, monkeypatch) != before
+
+
+def test_a_module_of_memory_is_nobody_s_in_an_editable_project_either(
+    silent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose folder holds every name that a loader has, if one takes it for a file's."""
+    project, other = tmp_path / "project", tmp_path / "other"
+    project.mkdir()
+    install(other, None, GOOD, "other", "other-dist")
+    (info,) = other.glob("*.dist-info")
+    url = {"url": project.as_uri(), "dir_info": {"editable": True}}
+    (info / "direct_url.json").write_text(json.dumps(url))
+    write(silent / "acme_pkg" / "kernels.py", "import of_memory\n")
+    record(silent)
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(other))
+    finder = Mapping("of_memory", elsewhere("of_memory", tmp_path, "memory"))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(Unreadable, match=r"comes from test_trust_finders\.Memory"):
+        at(silent, monkeypatch)
+    assert finder.asked

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import suppress
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import Refusal
@@ -79,6 +80,7 @@ def _named(
     near = difflib.get_close_matches(wanted, names, n=1)
     known = [f"known: {', '.join(names)}"] if names else []
     hints = [f"did you mean {near[0]!r}?"] if near else [*known, *_restriction(plugins)]
-    if wanted in dict(described(plugins)):
-        hints = [f"it is a device: ds-runtime plan --device {wanted}", *known]
+    with suppress(PluginError):  # of a plugin that nobody has named
+        if any(name == wanted for name, _ in described(plugins)):
+            hints = [f"it is a device: ds-runtime plan --device {wanted}", *known]
     raise ConfigError(f"{source} {wanted!r}: no such platform; {'; '.join(hints)}")

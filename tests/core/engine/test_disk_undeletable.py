@@ -120,6 +120,59 @@ def test_once_it_can_be_deleted_the_page_is_written_anew(cache: Path, how: str) 
         assert folder.has(NAME, "page") and is_read(folder) and is_read(DiskFolder(cache, 10**6))
 
 
+def test_a_page_to_delete_is_told_also_once_writing_has_stopped(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read again after a restart, whatever else was wrong with the disk."""
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        assert folder.write(NAME, "page", views(CONTENT))
+        disk = Disk(folder, DiskHand(folder, HostBytes(8)))
+        folder.stop(OSError(28, "No space left on device"))
+        disk.poll()
+        disk.poll()
+        (told,) = capsys.readouterr().err.splitlines()
+        assert "No space left on device" in told
+    lock(cache, "read-only and its file")
+    (path,) = cache.glob("??/*.page")
+    with unprivileged():
+        disk.forget(NAME, "page")
+        disk.close()
+        disk.poll()
+        disk.poll()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: --disk-cache ")
+    assert f"{path} must not be read any more, and cannot be deleted" in told
+
+
+@pytest.mark.parametrize("gone", ["before it is looked at", "before it is opened"])
+def test_a_page_that_another_server_deletes_meanwhile_stops_nothing(
+    cache: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(cache, 10**6)
+    assert folder.write(NAME, "page", views(CONTENT))
+    (path,) = cache.glob("??/*.page")
+    unlink, stat = Path.unlink, os.stat
+
+    def refuse(one: Path, missing_ok: bool = False) -> None:
+        if gone == "before it is looked at":
+            unlink(one)
+        raise PermissionError(13, "Permission denied")
+
+    def look(one: Path, **how: bool) -> os.stat_result:
+        found = stat(one, **how)
+        unlink(path, missing_ok=True)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        if gone == "before it is opened":
+            patched.setattr(os, "stat", look)
+        folder.forget(NAME, "page")
+    assert not path.exists() and not folder.stopped
+    assert folder.write(NAME, "page", views(CONTENT)) and is_read(folder)
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from(["write", "forget", "lock", "free"]), st.integers(0, 3)), max_size=14
 )

@@ -215,6 +215,18 @@ def test_bad_requests_name_the_client_s_field(parsing, body, param, said):
     assert error["param"] == param and said in error["message"], error
 
 
+def test_only_who_continues_a_response_is_told_to_send_its_conversation(served):
+    begun = {"model": "fake", "input": "x", "previous_response_id": "resp_x"}
+    remedy = ": send the whole conversation as input"
+    for reply, told in (
+        (served.post("/v1/responses", **begun), True),
+        (served.http.get("/v1/responses/resp_x"), False),
+        (served.http.delete("/v1/responses/resp_x"), False),
+    ):
+        assert reply.status_code == 404 and "no such response is kept" in reply.text
+        assert (remedy in reply.text) is told, reply.text
+
+
 def test_a_kept_response_comes_as_a_stream(client):
     text = "<think>two</think>Let me see." + CALLS
     answer = say(client, text, tools=TOOLS)

@@ -83,3 +83,46 @@ def test_none_waits_behind_one_that_has_become_heavy(count: int) -> None:
     held.set()
     until_done(stuck)
     pool.close()
+
+
+class Stalled(SimpleQueue[Following | None]):
+    """A queue whose readers have got something and get no processor before the gate opens."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate, self.got = gate, threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Following | None:
+        found = super().get(block, timeout)
+        self.got.set()
+        assert self.gate.wait(20)
+        return found
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_heavy_one_asked_while_a_thread_begins_has_its_own_where_places_are_free(
+    places: int,
+) -> None:
+    """Until that thread has said that it is busy, it counts as idle; nobody asks again."""
+    pool, held, opened = _Pool(threading.Event(), places), threading.Event(), threading.Event()
+    opened.set()
+    gate = threading.Event()
+    pool._asked = stalled = Stalled(gate)
+
+    def put(until: threading.Event) -> Following:
+        one = Following(Gated(until), (), (), ())  # type: ignore[arg-type]
+        pool.put(one)
+        return one
+
+    slow = [put(held)]
+    assert stalled.got.wait(20)
+    slow += [put(held) for _ in range(places - 2)]
+    quick = put(opened)
+    gate.set()
+    if places > 1:
+        until_done([quick])
+        assert all(one.found is None for one in slow)
+    held.set()
+    until_done([*slow, quick])
+    assert pool._threads <= places
+    pool.close()

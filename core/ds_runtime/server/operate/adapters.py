@@ -65,6 +65,6 @@ def _unloadable(service: Service, body: UnloadAdapterRequest) -> str:
     if not service.has_adapter(name):
         if name in service.leaving:
             raise RequestError(f"adapter {shown(name)} is being unloaded already", "lora_name")
-        known = ", ".join(service.client.adapters) or "none"
+        known = ", ".join(service.names[1:]) or "none"
         raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "lora_name")
     return name

@@ -130,7 +130,7 @@ def _adapter(service: Service, body: GenerateRequest, i: int, count: int) -> str
     """The adapter of a prompt, "" for none."""
     name: str = _each(body.lora_path, "lora_path", i, count) or ""
     if name and not service.has_adapter(name):
-        known = " or ".join(service.client.adapters)
+        known = " or ".join(service.names[1:])
         remedy = f"name {known}" if known else "load it first (/v1/load_lora_adapter)"
         raise RequestError.of("lora_path", f" {shown(name)} is no loaded adapter: {remedy}")
     return name
