@@ -4,13 +4,15 @@ ranks' memory, and those that add the ranks in their order.
 python benchmarks/device_collectives.py [--ranks N] [--rows N ...] [--width N] [--replays N]
     [--out FILE]
 
-A JSON line for each number of rows and kind: the microseconds of one sum of rows in bfloat16 on the
-slowest rank, `eager` and `captured`: the median of 9 runs of 20, each of a fresh copy. Kinds:
-`library`; `one_shot` and `two_shot`, where the platform has them; `gathered` (parts gathered and
-added in order, as for --batch-invariant); `at_once` (the same by one kernel, where the platform has
-it). `wrong` counts replays on any rank, of `--replays` with new contents, before which a rank waits
-at random on the host or on the device. Ranks have other bits there, or a sum is off by more than
-rounding allows; of kinds in order, bits are not those of parts that are added one by one.
+A JSON line for each number of rows and kind, as soon as it is measured: the microseconds of one sum
+of rows in bfloat16 on the slowest rank, `eager` and `captured`: the median of 9 runs of 20, each of
+a fresh copy. Kinds: `library`; `one_shot` and `two_shot`, where the platform has them; `gathered`
+(parts gathered and added in order, as for --batch-invariant); `at_once` (the same by one kernel,
+where the platform has it). `wrong` counts replays on any rank, of `--replays` of two sums behind
+each other, with new contents, before which a rank waits at random on the host or on the device.
+Ranks have other bits there, or a sum is off by more than rounding allows; of kinds in order, bits
+are not those of parts that are added one by one. `seconds`: what the line took. Standard error says
+when ranks had met and set up their sums.
 """
 
 from __future__ import annotations
@@ -18,22 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import queue
 import random
 import statistics
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ds_runtime.parallel.mesh import MANY
-from ds_runtime.parallel.sums.in_order import InOrder
-from ds_runtime.plugins.manager import load_plugins
-from ds_runtime.plugins.select_platform import select_platform
+if TYPE_CHECKING:  # ranks import torch side by side, and do not wait until this process has
+    from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 36, 64, 128, 256, 512)
 IN_ONE, ROUNDS = 20, 9
@@ -56,22 +55,41 @@ def timed(platform: Any, comm: Any, run: Callable[[], None]) -> float:
 
 
 def wrong(
-    comm: Any, kind: str, x: Tensor, found: Tensor, replay: Callable[[], None], n: int
+    platform: Any,
+    comm: Any,
+    backend: Any,
+    kind: str,
+    sum_up: Callable[[Tensor], Tensor],
+    x: Tensor,
+    n: int,
 ) -> int:
-    """Replays whose sums are not as they should be, on any rank."""
+    """Replays whose sums are not as they should be, on any rank. The device compares and counts:
+    the host reads the count once, behind all replays."""
+    import torch
+
+    given = torch.zeros(2, x.numel(), dtype=x.dtype, device=x.device)
+    sums = torch.zeros_like(given)
+
+    def step() -> None:
+        for one, out in zip(given, sums, strict=True):
+            out.copy_(sum_up(one.view(x.shape).clone()).view(-1))
+
+    step()
+    platform.synchronize()
+    replay = backend.capture(step)
     count = torch.zeros((), dtype=torch.int64, device=x.device)
     draw, busy = random.Random(comm.rank), torch.ones(BUSY, BUSY, device=x.device)
     torch.manual_seed(comm.rank)
     for _ in range(n):
-        x.copy_(torch.randn_like(x))
-        parts = comm.gather_rows(x.view(1, -1))  # [ranks, values]
+        given.normal_()
+        parts = comm.gather_rows(given.view(1, -1))  # [ranks, values]
         chance = draw.random()
         if chance < 0.05:
             time.sleep(draw.random() * 2e-3)
         elif chance < 0.15:
             busy @ busy
         replay()
-        every = comm.gather_rows(found.view(1, -1))
+        every = comm.gather_rows(sums.view(1, -1))
         fails = (every.view(torch.int16) != every[0].view(torch.int16)).any()
         if kind in IN_ORDER:
             total = parts[0].float()
@@ -79,56 +97,100 @@ def wrong(
                 total = total + part
             fails |= (every[0] != total.to(x.dtype)).any()
         else:
-            error = (every[0].double() - parts.double().sum(0)).abs()
-            fails |= (error > 2.0**-8 * parts.double().abs().sum(0) * comm.size).any()
+            parts = parts.double()
+            error = (every[0].double() - parts.sum(0)).abs()
+            fails |= (error > 2.0**-8 * parts.abs().sum(0) * comm.size).any()
         count += fails
     return sum(comm.gather_objects(int(count)))
 
 
 def measure(rank: int, args: argparse.Namespace, address: str, results: Any) -> None:
+    """Rank 0 tells every line; each rank tells its end, with what went wrong, or ""."""
     try:
-        results.put((rank, [*figures(rank, args, address)]))
+        import torch
+
+        with torch.inference_mode():
+            for line in figures(rank, args, address):
+                if rank == 0:
+                    results.put(line)
+        results.put((rank, ""))
     except BaseException:
         results.put((rank, traceback.format_exc()))
 
 
-@torch.inference_mode()
-def figures(rank: int, args: argparse.Namespace, address: str) -> Sequence[dict[str, Any]]:
+def figures(rank: int, args: argparse.Namespace, address: str) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from ds_runtime.parallel.mesh import MANY
+    from ds_runtime.parallel.sums.in_order import InOrder
+    from ds_runtime.plugins.manager import load_plugins
+    from ds_runtime.plugins.select_platform import select_platform
+
+    def tell(what: str) -> None:
+        if rank == 0:
+            took = f"{time.time() - args.begin:.1f} s"
+            print(f"device_collectives: {what} after {took}", file=sys.stderr, flush=True)
+
+    tell("rank 0 has imported torch")
     platform, _ = select_platform(load_plugins())
     platform.local_rank = rank
     platform.init_worker(rank, args.ranks, None)
     comm = platform.communicator(rank, args.ranks, address, 60.0)
-    backend, device, found = platform.graph_backend(rank), platform.device(rank), []
+    backend, device = platform.graph_backend(rank), platform.device(rank)
+    name = platform.info(rank).name
+    comm.barrier()
+    tell("ranks have met")
     most = max(args.rows) * args.width
     sums: dict[str, Callable[[Tensor], Tensor]] = {"library": comm.all_reduce}
     sums |= comm.fast_sums(2 * most)
     sums["gathered"] = InOrder(comm, here=False).all_reduce
     at_once = comm.ordered_sum(min(most, MANY))
+    tell("sums are set up")
     for rows in args.rows:
         x = torch.zeros(rows, args.width, dtype=torch.bfloat16, device=device)
         kinds = dict(sums)
         if at_once is not None and x.numel() <= MANY:
             kinds["at_once"] = lambda x: at_once(x).to(x.dtype).view(x.shape)
         for kind, sum_up in kinds.items():
-            last: list[Tensor] = []  # of a captured run: where its replays leave the sum
+            start = time.perf_counter()
 
-            def run(sum_up: Any = sum_up, x: Tensor = x, last: list[Tensor] = last) -> None:
+            def run(sum_up: Any = sum_up, x: Tensor = x) -> None:
                 for _ in range(IN_ONE):
-                    last[:] = [sum_up(x.clone())]
+                    sum_up(x.clone())
 
             run()
             platform.synchronize()
             made: dict[str, Any] = {"kind": kind, "ranks": args.ranks, "rows": rows}
             made |= {"width": args.width, "bytes": 2 * x.numel()}
             made["eager, us"] = timed(platform, comm, run)
-            replay = backend.capture(run)
-            made["captured, us"] = timed(platform, comm, replay)
+            made["captured, us"] = timed(platform, comm, backend.capture(run))
             made["replays"] = args.replays
-            made["wrong"] = wrong(comm, kind, x, last[0], replay, args.replays)
-            made["device"] = platform.info(rank).name
-            found.append(made)
+            made["wrong"] = wrong(platform, comm, backend, kind, sum_up, x, args.replays)
+            made["device"] = name
+            made["seconds"] = round(time.perf_counter() - start, 2)
+            yield made
     comm.close()
-    return found
+
+
+def lines(processes: list[Any], results: Any) -> Iterator[dict[str, Any]]:
+    """What rank 0 tells, as it comes. Ends with the ranks; exits with the words of one that
+    failed."""
+    working = {*range(len(processes))}
+    while working:
+        try:
+            told = results.get(timeout=1)
+        except queue.Empty:
+            if gone := [n for n in working if processes[n].exitcode not in (None, 0)]:
+                status = processes[gone[0]].exitcode
+                raise SystemExit(f"rank {gone[0]}: ended with status {status}") from None
+            continue
+        if isinstance(told, dict):
+            yield told
+            continue
+        rank, why = told
+        if why:
+            raise SystemExit(f"rank {rank}: {why}")
+        working.discard(rank)
 
 
 def main() -> None:
@@ -139,6 +201,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=1000)
     parser.add_argument("--out", type=Path, help="add the JSON lines to this file")
     args = parser.parse_args()
+    args.begin = time.time()
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,17 +209,16 @@ def main() -> None:
         processes = [context.Process(target=measure, args=one) for one in given]
         for process in processes:
             process.start()
-        told = dict(results.get(timeout=500) for _ in processes)
-        for process in processes:
-            process.join(30)
-    for rank, said in told.items():
-        if isinstance(said, str):
-            raise SystemExit(f"rank {rank}: {said}")
-    for line in told[0]:
-        print(json.dumps(line), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        try:
+            for line in lines(processes, results):
+                print(json.dumps(line), flush=True)
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+        finally:
+            for process in processes:
+                process.join(30 if sys.exc_info()[0] is None else 0)
+                process.kill()
 
 
 if __name__ == "__main__":

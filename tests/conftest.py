@@ -23,6 +23,10 @@ settings.register_profile(
     "deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True
 )
 
+# Without a profile no test fails because the machine is busy.
+settings.register_profile("dev", deadline=None)
+settings.load_profile("dev")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.accelerator.is_available():

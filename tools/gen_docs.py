@@ -208,6 +208,7 @@ def metrics() -> str:
                     expert_tokens={3: [1]},
                     sums={"one_shot": 1},
                     sum_bytes={"one_shot": 1.0},
+                    rank_late={0: 0.0},
                 ),
                 lambda: ready,
                 lambda: True,

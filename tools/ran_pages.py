@@ -47,23 +47,28 @@ TIERS = {
 }
 PARTS = {
     "`--ep`, alone and with DP attention": "*ran on* CPUs and on two H200s, *unrun* on four",
-    "`--ep` with kernels other than Triton's on GPUs": "not bound: they do not say *any part*",
+    "`--ep` with other kernels than Triton's on GPUs": (
+        "conformance *ran on* an H200 for the project's own for CUDA and torch's grouped matmul, "
+        "*unrun* for DeepGEMM; others are not bound: they do not say *any part*"
+    ),
     "rows as FP8 codes between ranks": (
         "*ran on* CPUs with `reference.Fp8W8A8Experts`; timed on two H200s, where answers were not "
         "compared"
     ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
+    "delay of the last rank (`/metrics`)": "*ran on* CPUs, captured too: names a rank that was "
+    "made slow; *unrun* on GPUs",
     "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
     "*unrun* on GPUs",
 }
 COSTS = {
     "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",
-    "`tune host`": "*ran on* CPUs",
-    "`queue` and `lasting` of kernels (`tune costs`)": "*unrun*: for devices that queue",
+    "`tune host`": "*ran on* CPUs and on the host of two H200s",
+    "`queue` and `lasting` of kernels (`tune costs`)": "*ran on* an H200",
     "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
-    "prefills (`plan`)": "held against two H200s: a quarter too fast (V3)",
+    "prefills (`plan`)": "held against two H200s: 17 to 18 % too fast (V3)",
     "costs that come with the tree": (
-        "of an H200 without DeepGEMM and FlashMLA, and without `queue`, `lasting` and `host`"
+        "of an H200 and of two, without DeepGEMM, FlashMLA and sparse attention"
     ),
 }
 V4 = {
@@ -121,17 +126,17 @@ CLIENTS = Path(__file__).resolve().parents[1] / "tests" / "clients"
 CLIENTS_NOTE = "<!-- Written by tools/gen_docs.py from tests/clients. -->\n\n"
 CLIENTS_HEAD = """\
 These clients work as they come from their packages, without a patch or a plugin. Each ran against
-`ds-runtime serve` with the demo model, in an environment of its own. What each sent is in
-`tests/clients/recorded`, byte by byte, and the default tests send it again.
+`ds-runtime serve` with the demo model, in an environment of its own. The bytes that each sent
+are in `tests/clients/recorded`. The default tests send them again.
 
 The base URL is the server's with `/v1` for OpenAI's clients, and without it for Anthropic's, for
-guidellm and for SGLang's benchmark. Any key will do where the server has none.
+guidellm and for SGLang's benchmark. If the server has no key, clients may send any key.
 
-* lm-eval asks `/tokenizer_info`, and where it is answered takes the server's tokenizer, unless
-  `tokenizer_backend=huggingface` names another. With the server's it cannot render chats for
-  completions: it sends messages where `/tokenize` has a text.
-* Of SGLang's wheel the benchmark's files alone are laid out, as they are, with the one line that
-  they take from its engine, which needs CUDA to be imported.
+* lm-eval asks `/tokenizer_info`. If the server answers, lm-eval uses the server's tokenizer, unless
+  `tokenizer_backend=huggingface` names another. With the server's tokenizer it cannot render chats
+  for completions: it sends messages to `/tokenize`, which takes a text.
+* Of SGLang's wheel only the benchmark's files are installed, unchanged. They need one line of
+  SGLang's engine. That line comes along, because the engine itself cannot be imported without CUDA.
 
 ```console
 pytest -m clients tests/clients            # these versions

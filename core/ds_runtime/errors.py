@@ -112,6 +112,15 @@ class EngineDeadError(DsRuntimeError):
     """An engine process ended. The message carries the reason that it gave."""
 
 
+def unreadable(where: str, error: Exception, give: str) -> ConfigError:
+    """The error for a file of the user's that cannot be read.
+
+    where: the setting and the path. give: what to name instead.
+    """
+    why = error.strerror if isinstance(error, OSError) else None
+    return ConfigError(f"{where}: cannot be read: {why or error}; give {give}")
+
+
 def named(error: BaseException) -> str:
     """The class and what it says."""
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -194,6 +194,12 @@ def _check_text(text: Any, param: str) -> None:
         raise RequestError.of(param, f" is {shown(text)}: must be a text that is not empty")
 
 
+def _check_regex(text: Any, param: str) -> None:
+    _check_text(text, param)
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # it would escape what follows, in the grammar
+        raise RequestError.of(param, ": ends in a backslash: write two for one")
+
+
 def _check_choice(choice: Any, param: str) -> None:
     if not isinstance(choice, tuple | list) or not all(isinstance(c, str) and c for c in choice):
         raise RequestError.of(param, f" is {shown(choice)}: must be strings, none of them empty")
@@ -215,7 +221,7 @@ def _check_tools(rules: Any, param: str) -> None:
 _KINDS = ("json_schema", "regex", "ebnf", "choice", "tool_calls")
 _FORMS = {
     "json_schema": _check_schema,
-    "regex": _check_text,
+    "regex": _check_regex,
     "ebnf": _check_text,
     "choice": _check_choice,
     "tool_calls": _check_tools,

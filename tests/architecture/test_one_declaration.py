@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from ds_runtime.ops.contract import Kernel
+from ds_runtime.ops.kernel import Compiles, Footprint, Promises, RowRange
 from ds_runtime.ops.table import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -197,3 +202,46 @@ def changed(copy: Path) -> set[Path]:
     files = [p for p in copy.rglob("*") if p.is_file()]
     own = ROOT / "core/ds_runtime"
     return {p for p in files if not filecmp.cmp(p, own / p.relative_to(copy), shallow=False)}
+
+
+GROUPS = {"promises": Promises, "rows": RowRange, "footprint": Footprint, "compiles": Compiles}
+
+
+def read_of(owners: frozenset[str]) -> Iterator[str]:
+    """Attributes that the core reads of what has one of these names."""
+    for path in (ROOT / "core").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                if name in owners:
+                    yield node.attr
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_field_of_a_group_of_a_kernel_is_dead(group: str) -> None:
+    """The binder, the model or the memory estimate reads each, or a method of the group does."""
+    source = (ROOT / OPS_ROOM / "kernel.py").read_text()
+    (own,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == GROUPS[group].__name__
+    )
+    asked = {
+        node.attr
+        for method in own.body
+        if isinstance(method, ast.FunctionDef) and method.name != "__post_init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    read = {*read_of(frozenset({group})), *asked}
+    assert {f.name for f in fields(GROUPS[group])} <= read
+    assert "taps" not in read
+
+
+def test_a_kernel_has_few_fields_and_none_is_dead() -> None:
+    names = {f.name for f in fields(Kernel)}
+    assert len(names) <= 16 and GROUPS.keys() <= names
+    read = {*read_of(frozenset({"kernel", "k", "self", "chosen", "each", "best"}))}
+    assert names <= read
+    assert "taps" not in read

@@ -686,6 +686,17 @@ def test_digest_and_difference_see_another_kernel(sites) -> None:
     ]
 
 
+def test_a_plan_of_before_sum_sizes_differs_by_its_sentence_alone(sites) -> None:
+    now = plan_of(bind(sites)).to_dict() | {"sums": "by sizes", "sum_sizes": "one_shot up to 1"}
+    before = {key: value for key, value in now.items() if key != "sum_sizes"}
+    assert difference(now, before) == difference(before, now) == []
+    assert difference(now, before | {"sums": "others"}) == ["sums: 'by sizes' here, 'others' there"]
+    assert difference(now, now | {"sums": "why", "sum_sizes": ""}) == [
+        "sums: 'by sizes' here, 'why' there"
+    ]
+    assert difference(now, now | {"sums": "the same sizes, found elsewhere"}) == []
+
+
 def test_heavy_references_are_found(sites) -> None:
     found = plan_of(bind(sites, kernel("linear")))
     assert {row.op for row in found.heavy_references()} == {

@@ -11,6 +11,7 @@ import torch
 from test_bind import BASE, asking, bind, chosen, kernel, sites  # noqa: F401
 
 from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.plan import render
 from ds_runtime.cli.known import KNOWN
 from ds_runtime.config import EngineConfig
@@ -21,6 +22,7 @@ from ds_runtime.ops.contract import Gates, Offers, Site
 from ds_runtime.ops.kernel import Layout, Promises
 from ds_runtime.parallel.mesh import MANY, Mesh
 from ds_runtime.parallel.sums.in_order import InOrder
+from ds_runtime.parallel.sums.kinds import Sums
 from ds_runtime.parallel.world import World
 
 V3 = Path(__file__).parents[1] / "launch_lines" / "configs"
@@ -279,8 +281,13 @@ def test_each_group_is_asked_once_for_its_sum():
     group = AtOnce([])
     World(Mesh(3), group, True)  # of which several axes have the ranks
     assert group.asked == [MANY]
+    assert World(Mesh(3), AtOnce([]), True).sums == Sums(at_once=True)
+    assert World(Mesh(3), Group([]), True).sums == Sums()
+    assert World(Mesh(3, attn_dp=3), AtOnce([]), True).sums == Sums(), "nobody divides heads"
     World(Mesh(3, hosts=3), there := AtOnce([]), True)
     assert not hasattr(there, "asked")
+    off = World(Mesh(3), there, True, shares=False)
+    assert not hasattr(there, "asked") and off.sums == Sums(), "--disable-custom-all-reduce"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +298,7 @@ def test_each_group_is_asked_once_for_its_sum():
         ("h200", 8, {"dp": 2, "enable_dp_attention": True}, True),
         ("h200", 8, {"dp": 8, "enable_dp_attention": True}, False),
         ("h200", 16, {}, False),
+        ("h200", 2, {"disable_custom_all_reduce": True}, False),
         ("h200", 4, {"nnodes": 2, "dist_init_addr": "h:1"}, False),
         ("l40s", 2, {}, False),
     ],
@@ -300,9 +308,14 @@ def test_the_plan_says_which_sums_are_one_kernel(tmp_path, device, tp, flags, at
     (tmp_path / "config.json").write_text(config.read_text())
     given = {"tp": tp, "batch_invariant": True, **flags}
     made = assemble(EngineConfig(model=str(tmp_path), **given), given, device=device)
-    assert made.adds_at_once == at_once
+    assert made.sums.at_once == at_once
     said = "sums of fewer than 262144 values are one kernel, which adds ranks in order"
     assert (said in made.plan.given_up) == at_once
+    assert Crossing.of(made).at_once == at_once
+    assert made.summing(Sums(at_once=at_once)) is made
+    lost = made.summing(Sums())
+    assert not Crossing.of(lost).at_once and said not in lost.plan.given_up
+    assert ("could not set it up" in lost.plan.sums) == at_once
 
 
 class Share(Group):

@@ -214,7 +214,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
-        (["generate"], "required: prompt"),
+        (["generate"], "prompt is missing: the text to complete, or '-' for"),
         (["bench"], "KIND is missing: give one of one-batch, "),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
         (["plan", "dif"], "did you mean 'diff'?"),
@@ -277,13 +277,20 @@ def test_a_verb_that_needs_a_verb_names_them(
         ),
         (["plan", "--model", "/no/such"], "--model /no/such: no such folder"),
         (["plan", "--platform", "cpuu"], "no such platform; did you mean 'cpu'?"),
+        (["plan", "--platform", "h200"], "it is a device: ds-runtime plan --device h200"),
         (["plan", "--plugins", "cpuu"], "'cpuu': no such plugin; did you mean 'cpu'?"),
         (["plan", "--explain", "linaer"], "no such op; did you mean 'linear'?"),
         (["plan", "lock"], "write ds-runtime plan lock FILE"),
         (["plan", "diff", "a"], "write ds-runtime plan diff A B"),
         (["plan", "diff", "/no/a", "/no/b"], "plan /no/a: cannot be read"),
         (["generate", ""], "the prompt is empty"),
-        (["generate", "--top-p", "2", "hi"], "top_p is 2.0: must be between 0.0 and 1.0"),
+        (["generate", "--top-p", "2", "hi"], "--top-p is 2.0: must be between 0.0 and 1.0"),
+        (["generate", "--max-tokens", "0", "hi"], "--max-tokens is 0: must be between 1 and"),
+        (
+            ["generate", "--min-tokens", "5", "--max-tokens", "2", "hi"],
+            "--min-tokens 5 is above --max-tokens 2",
+        ),
+        (["generate", "--stop", "", "hi"], "--stop holds an empty string: remove it"),
         (["bench", "one-batch", "--output-len", "1"], "--output-len 1: must be at least 2"),
         (["bench", "accuracy", "--limit", "0"], "--limit 0: must be at least 1"),
         (["bench", "host", "--steps", "0"], "--steps 0: must be at least 1"),
@@ -360,6 +367,7 @@ def test_plan_prints_one_line_per_op(capsys: Capture, model: str, device: tuple[
     """With all sites and notes of the op's kernels; who lost and refused, with --verbose alone."""
     _, out, _ = run(capsys, "plan", "--model", model, *device)
     plan = json.loads(run(capsys, "plan", "--model", model, *device, "--json")[1])
+    assert plan["model"] == model and f"model {model} · platform " in out, "as it was typed"
     lines = [line for line in out.splitlines() if line.split()[0] in OPS]
     assert [line.split()[0] for line in lines] == list(dict.fromkeys(r["op"] for r in plan["rows"]))
     assert "refused: " not in out and "lost: " not in out

@@ -113,7 +113,7 @@ def test_a_platform_without_captures_is_a_sentence(
             ["--mode", "support", "npu", "--op", "sample"],
             "no such kernel serves a described device",
         ),
-        (["--case", "/nowhere"], "is no case"),
+        (["--case", "/nowhere"], "cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_a_sentence(

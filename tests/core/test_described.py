@@ -16,6 +16,7 @@ from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.described_devices import describe, described
 from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit import support
 
 SOURCE = """
@@ -167,6 +168,8 @@ def test_a_broken_file_names_its_plugin(acme, change, said):
     plugins = load_plugins((), [acme({**DEVICES, **change})])
     with pytest.raises(PluginError, match=f"plugin acme_devices: devices.json: .*{said}"):
         describe(plugins, "x1")
+    with pytest.raises(ConfigError, match="--platform 'cpuu': no such platform; "):
+        select_platform(plugins, "cpuu")
 
 
 def test_a_plan_for_a_device_that_is_not_here(acme):

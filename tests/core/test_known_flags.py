@@ -175,7 +175,7 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
             "--tp 4 --nnodes 3 --dist-init-addr a:1",
             "--tp 4 ranks do not divide among 3 machines: give",
         ),
-        ("--tp 4 --nnodes 2", "--dist-init-addr None: with --nnodes 2 it is HOST:PORT, a name or"),
+        ("--tp 4 --nnodes 2", "--dist-init-addr is missing: with --nnodes 2 it is HOST:PORT"),
         ("--tp 4 --nnodes 2 --dist-init-addr here", "--dist-init-addr here: with --nnodes 2 it is"),
         ("--tp 4 --nnodes 2 --master-addr h:70000", "--dist-init-addr h:70000: with --nnodes 2"),
         (

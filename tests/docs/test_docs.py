@@ -215,16 +215,16 @@ def test_the_package_of_the_page_is_the_one_that_new_plugin_writes() -> None:
     assert code == {path for path, _ in shown}
 
 
-@pytest.mark.parametrize("name", ["README.md"])
-def test_the_plugin_shown_wins_its_op(
-    name: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+def test_the_plugin_shown_wins_its_op_and_conforms(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
 ) -> None:
-    plugin, kernel = (b for b in code_blocks(ROOT / name, "python") if "# acme/" in b)
-    assert len(plugin.splitlines()) <= 24
-    for module, source in (("acme", plugin), ("acme.kernels", kernel)):
-        made = types.ModuleType(module)
-        monkeypatch.setitem(sys.modules, module, made)
-        exec(compile(source, module, "exec"), made.__dict__)
+    (source,) = (b for b in code_blocks(ROOT / "README.md", "python") if "# acme.py" in b)
+    assert source == (ROOT / "examples/plugin/acme.py").read_text()
+    lines = [line for line in source.splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 7 and "## A plugin in seven lines\n" in (ROOT / "README.md").read_text()
+    made = types.ModuleType("acme")
+    monkeypatch.setitem(sys.modules, "acme", made)
+    exec(compile(source, "acme", "exec"), made.__dict__)
     config = EngineConfig(model=str(tiny_folder), plugins=("cpu",))
     found = assemble(config, extra_plugins=[sys.modules["acme"]])
     mine = [d for d in found.binding.decisions if d.op == "silu_mul"]
@@ -238,6 +238,13 @@ def test_the_plugin_shown_wins_its_op(
     x = torch.randn(5, 64, dtype=torch.float32)
     gate, up = x.chunk(2, dim=-1)
     torch.testing.assert_close(run(x), torch.nn.functional.silu(gate) * up)
+
+    from ds_runtime_kit.checks.conformance import check_kernel
+    from ds_runtime_kit.kit import subjects
+
+    offered = subjects(found.plugins, found.device, ["acme"])
+    results = [r for s in offered for r in check_kernel(s.kernel, s.facts, s.offers)]
+    assert len(results) > 20 and all(r.ok for r in results)
 
 
 def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

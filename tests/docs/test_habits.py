@@ -234,7 +234,8 @@ def test_the_readme_says_the_essential_on_one_screen() -> None:
 def test_what_ran_of_v3_is_what_its_records_say() -> None:
     (said,) = re.findall(r"\[(\d+) of its (\d+) layers\]", (ROOT / "README.md").read_text())
     lines = (ROOT / "benchmarks/results/v3_whole.jsonl").read_text().splitlines()
-    ran = max((r["layers"], r["of_layers"]) for r in map(json.loads, lines))
+    records = [r for r in map(json.loads, lines) if r["model"] == "v3"]
+    ran = max((r["layers"], r["of_layers"]) for r in records)
     assert tuple(map(int, said)) == ran and ran[0] < ran[1], "once all ran, say so"
 
 
@@ -243,10 +244,3 @@ def test_the_size_of_the_plugin_in_the_readme_is_its_size() -> None:
     files = (ROOT / "plugins/npu").rglob("*.py")
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert abs(lines - int(said.replace(",", ""))) <= 100
-
-
-def test_the_example_plugin_is_the_one_of_the_readme() -> None:
-    page = (ROOT / "README.md").read_text()
-    for name in ("acme/__init__.py", "acme/kernels.py"):
-        source = (ROOT / "examples/plugin" / name).read_text()
-        assert source.startswith(f"# {name}") and f"```python\n{source}```" in page

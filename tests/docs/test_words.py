@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def name(page: Path) -> str:
 def test_a_page_is_in_plain_english(page: Path) -> None:
     found = faults(page.read_text(encoding="utf-8"))
     assert not found, "\n".join([name(page), *found])
+
+
+def test_what_a_metric_says_needs_no_other_metric() -> None:
+    """Rows and Prometheus' HELP lines are sorted by name, so none refers to its neighbour."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    said = [line for line in text.splitlines() if line.startswith("| `ds_runtime_")]
+    found = [line for line in said if re.search(r"\b(?:these|those|there|theirs)\b", line)]
+    assert len(said) > 50 and not found, "\n".join(found)
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:

@@ -20,7 +20,7 @@ def main(model: str) -> None:
         inbox = bind_pull(context, engine.from_engine)
         engine.start()
         inbox.recv()
-        print(*engine.group.pids, flush=True)
+        print(*engine.pids, flush=True)
         time.sleep(600)
 
 

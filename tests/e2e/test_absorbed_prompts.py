@@ -10,10 +10,12 @@ from test_graphs import recorded  # noqa: F401 (a fixture)
 from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assembly.estimate import activation_bytes
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import activation_bytes, most_absorbed
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.engine import Absorbing
-from ds_runtime.engine.schedule.absorbing import most_absorbed
+from ds_runtime.kv.budget import kv_memory
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
+from ds_runtime.ops.kernel import Promises
 from ds_runtime_kit.models.answers import check_float32
 from peak import peak
 
@@ -64,7 +66,9 @@ WIDE |= {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v
 
 
 @pytest.mark.parametrize("beside", [0, 40])
-def test_memory_is_kept_for_as_many_as_there_may_be(checkpoints, tmp_path, monkeypatch, beside):
+def test_memory_is_kept_for_as_many_as_there_may_be(
+    checkpoints, tmp_path, monkeypatch, never, beside
+):
     """By what torch allocates in the steps: of absorbed chunks alone, and beside a whole prompt."""
     (folder, _), draw, steps = checkpoints("v2-lite"), random.Random(5), list[tuple[int, int]]()
     config = json.loads((folder / "config.json").read_text())
@@ -87,12 +91,40 @@ def test_memory_is_kept_for_as_many_as_there_may_be(checkpoints, tmp_path, monke
         prompts = [prefix + other for other in others]
         prompts += [[3] * beside] if beside else []
         llm.generate(prompts[-8:], SamplingParams(max_tokens=1))
-        absorbed = most_absorbed(runner.assembly, runner.bound.stateful.values(), 256)
-    assert absorbed == 256, "as many as a step has"
+    assert most_absorbed(runner.assembly) == 256, "as many as a step has"
     found, took = max(steps)
     assert found == 32 * (8 if not beside else 7)
-    said = activation_bytes(runner.assembly, absorbed)
+    said = activation_bytes(runner.assembly)
+    never()
     assert activation_bytes(runner.assembly) < took <= 1.01 * said, "expanding takes less"
+
+
+SHAPES = [{}, {"max_step_tokens": 64}, {"max_running_requests": 2, "prefix_chunk": 16}]
+SHAPES += [{"context_length": 64}, {"disable_mla": True}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("more", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", ["v2-lite", "v3"])
+def test_a_plan_counts_what_the_engine_does(checkpoints, monkeypatch, shape, more):
+    """From nothing but the settings, as `ds-runtime plan` has them, and the same memory."""
+    seen = []
+
+    def noted(assembly, room, context):
+        seen.append((room, context, kv_memory(assembly, room, context)))
+        return seen[-1][2]
+
+    monkeypatch.setattr("ds_runtime.engine.device.runner.kv_memory", noted)
+    given = {**SETTINGS, **more, "load_format": "dummy"}
+    with LLM(checkpoints(shape)[0], **given) as llm:
+        engine = llm._alive()
+        absorbs = engine.scheduler.limits.absorbing is not None
+        held, config = activation_bytes(engine.assembly), engine.assembly.config
+        kernels = engine.runner.bound.stateful
+    planned = assemble(config)
+    assert absorbs == (not {"disable_mla", "batch_invariant"} & more.keys()) and kernels
+    assert (most_absorbed(planned) > 0) == absorbs and activation_bytes(planned) == held
+    ((room, context, memory),) = seen
+    assert kv_memory(planned, room, context) == memory
 
 
 @pytest.mark.parametrize("more", [{}, {"max_itl": 5.0}, {"tp": 2}])
@@ -116,7 +148,7 @@ def test_beside_others(checkpoints, never, more):
 
 def test_captured_steps_answer_alike(checkpoints, recorded, monkeypatch):  # noqa: F811
     """What this platform attends with has room for the rows of these prompts together."""
-    monkeypatch.setattr(recorded.MlaDecode, "many_rows", True, raising=False)
+    monkeypatch.setattr(recorded, "PROMISES", Promises(many_rows=True))
     (folder, _), draw = checkpoints("v2-lite"), random.Random(4)
     prefix = [draw.randrange(2, 128) for _ in range(100)]
     prompts = [prefix + [draw.randrange(2, 128) for _ in range(n)] for n in (1, 7, 12, 20)]

@@ -65,7 +65,7 @@ def test_ranks(settings, own, tp):
         pytest.skip(f"there are fewer than {tp} devices")
     alone = own("bfloat16", tp)  # a process has one group of ranks at a time
     with LLM("demo", **settings, dtype="bfloat16", tp=tp) as llm:
-        check_mixes(llm, "bfloat16", 30, own=alone)
+        check_mixes(llm, "bfloat16", 200, own=alone)
 
 
 def test_fp8_with_the_heads_of_v3(settings, tmp_path):

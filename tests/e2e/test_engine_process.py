@@ -202,13 +202,13 @@ def test_flush_answers_with_the_pages_that_it_freed(running):
 def test_an_idle_engine_does_not_spin(running):
     running.send(submit("one", 1))
     running.next(Tokens)
-    assert rests(psutil.Process(running.engine.group.pids[0]))
+    assert rests(psutil.Process(running.engine.pids[0]))
 
 
 def test_a_killed_engine_gives_its_reason(tiny):
     with front(tiny) as end:
         end.next(Ready)
-        os.kill(end.engine.group.pids[0], signal.SIGKILL)
+        os.kill(end.engine.pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 30
         while end.engine.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -230,12 +230,12 @@ def test_a_checkpoint_error_is_a_sentence_without_traceback(tiny, tmp_path, capf
 def test_ctrl_c_does_not_reach_the_engine_and_stop_is_quick(tiny):
     with front(tiny) as end:
         end.next(Ready)
-        os.kill(end.engine.group.pids[0], signal.SIGINT)
+        os.kill(end.engine.pids[0], signal.SIGINT)
         end.send(submit("after", 2))
         end.tokens("after")
         end.engine.stop(30)
-        assert end.engine.group._processes[0].exitcode == 0, "it left by itself"
-        assert not psutil.pid_exists(end.engine.group.pids[0])
+        assert end.engine._processes[0].exitcode == 0, "it left by itself"
+        assert not psutil.pid_exists(end.engine.pids[0])
 
 
 def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd):
@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd
         end.next(Ready)
         end.send(submit("long", 140, ignore_eos=True))
         end.next(Tokens)
-        os.kill(end.engine.group.pids[1], signal.SIGKILL)
+        os.kill(end.engine.pids[1], signal.SIGKILL)
         deadline = time.monotonic() + 30
         while end.engine.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

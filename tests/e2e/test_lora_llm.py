@@ -196,7 +196,7 @@ def test_loading_and_unloading_while_others_run(tiny, adapted):
             llm.unload_lora_adapter("a")
         with pytest.raises(RequestError, match="'a' is loaded already, from "):
             llm.load_lora_adapter("a", adapted.folders["b"])
-        with pytest.raises(RequestError, match=r"all 2 places are taken \(--max-loras\), by a, b"):
+        with pytest.raises(RequestError, match=r"all 2 slots are in use \(--max-loras\), by a, b"):
             llm.load_lora_adapter("c", adapted.folders["b"])
         (output,) = llm.generate(prompt, PARAMS, lora="b")
         adapted.check([output], ["b"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.engine.schedule.absorbing import Absorbing
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 

@@ -16,8 +16,8 @@ from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
 from ds_runtime.ops.reference.attention.cache import allocate_latent_pages
 from ds_runtime.ops.reference.layouts import LATENT_PAGES

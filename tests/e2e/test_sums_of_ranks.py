@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.assembly.crossing import Crossing
+from ds_runtime.engine.banner import banner
 from ds_runtime.measured import found
 from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point
 from ds_runtime.measured.sums import of
@@ -103,6 +106,29 @@ def test_a_kind_that_one_rank_cannot_set_up_serves_none(
     check_counted(served)
     assert "all_reduce" in COUNTED[1].sums  # small ones may be of warming alone
     assert {*COUNTED[1].sums} <= {"all_reduce", *dict(left)}
+
+
+@pytest.mark.parametrize("lacked", [False, True])
+def test_a_kernel_that_adds_in_order_is_named_where_it_serves(
+    tiny, sharing, tmp_path, monkeypatch, lacked
+):
+    """The plan that the server shows, its start and its bytes."""
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    if lacked:
+        monkeypatch.setenv("ORDER_LACKED", "1")
+    own = {**SETTINGS, "batch_invariant": True}
+    with LLM(str(tiny), extra_plugins=[sharing], **own) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+        assembly, said = llm._assembly, banner(llm._assembly, llm._engine.runner)
+    assert (tmp_path / "noted.1").exists() != lacked, "what ranks call says which serves"
+    one_kernel = "sums of fewer than 262144 values are one kernel, which adds ranks in order"
+    lost = "all-reduces of few values have no kernel of their own: ranks could not set it up: the "
+    lost += "log says why"
+    served, unserved = (lost, one_kernel) if lacked else (one_kernel, lost)
+    shown = json.dumps(assembly.plan.to_dict(), default=list)
+    assert served in shown and unserved not in shown
+    assert f"sums      {served}" in said and unserved not in said
+    assert Crossing.of(assembly).at_once != lacked
 
 
 def check_counted(served):

@@ -4,9 +4,10 @@ works by slices, whose memory does not grow with the prompt and whose bits are t
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime_cpu.attention import MlaDecodeNative
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_cpu.workspace import mla_decode
 
 HEADS, LORA, ROPE, PAGE, LENGTH = 16, 512, 64, 64, 640
 ROWS = 1500
@@ -45,15 +47,21 @@ def test_rows_across_slices_have_their_own_bits(dtype: torch.dtype) -> None:
         assert torch.equal(run(dtype, first, last), whole[first:last]), (first, last)
 
 
+def held_most() -> int:
+    """Bytes that this process held at most. getrusage counts what its parent held, too."""
+    (line,) = (n for n in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in n)
+    return int(line.split()[1]) * 1024
+
+
 def growth() -> int:
     """Bytes by which the most that this process held grows with the whole prompt."""
     run(torch.bfloat16, 0, 64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = held_most()
     run(torch.bfloat16, 0, ROWS)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return held_most() - before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs")
 def test_memory_does_not_grow_with_the_prompt() -> None:
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=120, check=True
@@ -61,5 +69,55 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
     assert int(done.stdout) < ROWS * HEADS * LORA * 2 + MORE
 
 
+LONG = [  # rows, heads, keys of each, dtype
+    (1, 16, 50_000, "bfloat16"),
+    (64, 16, 50_000, "bfloat16"),
+    (64, 16, 65_537, "float32"),  # ranges are halved there
+    (8, 128, 20_000, "bfloat16"),
+    (300, 16, 9_000, "float32"),
+]
+
+
+def decoding(rows: int, heads: int, keys: int, dtype: str) -> tuple[int, int]:
+    """(bytes by which the most that this process held grows with one call, bytes that the kernel
+    says it holds)."""
+    named = getattr(torch, dtype)
+    dims = Dims({"heads": heads, "kv_lora": LORA, "qk_rope": ROPE})
+    info = replace(CpuPlatform().info(), cores=torch.get_num_threads())
+    facts = Facts(info, dims, dtype, dtype, page_size=PAGE, context=keys)
+    pages = -(-keys // PAGE)
+    q = torch.zeros(rows, heads, LORA + ROPE, dtype=named)
+    cache = torch.zeros(1, PAGE, LORA + ROPE, dtype=named)
+    table = torch.zeros(rows, pages, dtype=torch.int32)  # every page of all is the same one
+    kernel = MlaDecodeNative(facts)
+    state = kernel.state(Limits(rows, rows, pages, PAGE, heads, torch.device("cpu")))
+    kernel.prepare(state, decode_batch((1,) * rows, table))
+    kernel.run(state, q, cache, 0.1)  # what is allocated once
+    kernel.prepare(state, decode_batch((keys,) * rows, table))
+    before = held_most()
+    out = kernel.run(state, q, cache, 0.1)
+    return held_most() - before - out.nbytes, mla_decode(facts, rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs")
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_a_long_decode_holds_what_it_says(case: tuple[object, ...]) -> None:
+    """At most, as the system counts; and most of that where it is much."""
+    done = subprocess.run(
+        [sys.executable, __file__, *map(str, case)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    grown, said = map(int, done.stdout.split())
+    assert grown < said + (4 << 20), "beside that, what threads and allocators round up"
+    assert said < 10**8 or grown > said / 2
+
+
 if __name__ == "__main__":
-    print(growth())
+    if sys.argv[1:]:
+        *numbers, name = sys.argv[1:]
+        print(*decoding(*map(int, numbers), name))
+    else:
+        print(growth())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.parallel.group import SoloCommunicator
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
@@ -136,8 +140,45 @@ def test_sums_over_ranks_are_timed(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "device_collectives.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks have met after" in done.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     kinds = [(line["rows"], line["kind"]) for line in lines]
     assert kinds == [(rows, kind) for rows in (1, 4) for kind in ("library", "gathered")]
     assert all(line["eager, us"] > 0 and line["captured, us"] > 0 for line in lines)
     assert all(line["wrong"] == 0 and line["replays"] == 2 for line in lines)
+
+
+def test_lines_of_sums_come_as_they_are_measured():
+    """Whoever ends the script early has what was measured, and a rank's fault is told at once."""
+    flags = ["--rows", "1", "100000", "--width", "64", "--replays", "3"]
+    command = [sys.executable, str(BENCHMARKS / "device_collectives.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as running:
+        first = json.loads(running.stdout.readline())
+        assert running.poll() is None and first["rows"] == 1 and first["wrong"] == 0
+        others = running.communicate(timeout=280)[0].splitlines()
+    assert running.returncode == 0 and len(others) == 3
+    failed = subprocess.run(
+        [*command, "--width", "-1"], capture_output=True, text=True, timeout=120
+    )
+    assert failed.returncode == 1 and "rank " in failed.stderr and "RuntimeError" in failed.stderr
+
+
+@pytest.mark.parametrize("kind", ["library", "gathered"])
+@pytest.mark.parametrize("fault", [0.0, 1.0])
+def test_a_wrong_sum_is_counted(kind, fault):
+    """Of one rank, whose sums are its own values."""
+    spec = importlib.util.spec_from_file_location("sums", BENCHMARKS / "device_collectives.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    platform = SimpleNamespace(synchronize=lambda: None)
+    backend = SimpleNamespace(capture=lambda run: run)
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    calls = []
+
+    def sum_up(x):
+        calls.append(1)
+        return x + fault * (len(calls) % 2)  # of two sums behind each other one is wrong
+
+    given = platform, SoloCommunicator(), backend, kind, sum_up, x
+    assert script.wrong(*given, 5) == (5 if fault else 0)

@@ -217,7 +217,7 @@ class Front:
 
     def start(self):
         self.engine.start()
-        self.family = set().union(*map(family, self.engine.group.pids))
+        self.family = set().union(*map(family, self.engine.pids))
 
     def until(self, *kinds):
         """Whether a message of these kinds came before the engine's end."""

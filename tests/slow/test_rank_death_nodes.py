@@ -52,10 +52,10 @@ class Nodes(Front):
     def start(self):
         super().start()
         self.other.start()
-        self.family |= set().union(*map(family, self.other.group.pids))
+        self.family |= set().union(*map(family, self.other.pids))
 
     def close(self):
-        self.other.group.stop(0.0)
+        self.other.stop(0.0)
         super().close()
 
 
@@ -91,7 +91,7 @@ def test_both_nodes_learn_why_and_end(tmp_path, monkeypatch, phase, rank):
             both.engine.stop()
         else:
             assert not both.until(())
-        assert both.other.group.over.wait(LIMIT)
+        assert both.other.over.wait(LIMIT)
         check_end(at, both.family)
         said = [both.engine.poll(), both.other.poll()]
         for number, one in enumerate(said):
@@ -142,11 +142,11 @@ def test_the_first_cause_is_read_on_every_node_of_several(tmp_path, monkeypatch)
             front.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
             assert front.until(Tokens) and not front.until(())
             for one in others:
-                assert one.group.over.wait(LIMIT)
+                assert one.over.wait(LIMIT)
             assert time.time() - float(at.read_text()) < LIMIT
             for one in (front.engine, *others):
                 assert one.poll().startswith("engine rank 2 was ended by SIGKILL"), one.poll()
         finally:
             for one in others:
-                one.group.stop(0.0)
+                one.stop(0.0)
             front.close()

@@ -83,7 +83,7 @@ def test_in_idle(tmp_path, monkeypatch, rank, how):
         try:
             assert front.until(Ready), front.engine.poll()
             at.write_text(str(time.time()))
-            os.kill(front.engine.group.pids[rank], SIGNALS[how])
+            os.kill(front.engine.pids[rank], SIGNALS[how])
             assert not front.until(())
             check_told(front.engine.poll(), rank, "idle", how)
             check_end(at, front.family)
@@ -99,10 +99,10 @@ def test_one_that_is_continued_in_time_goes_on(tmp_path, monkeypatch):
         front = Front(folder, "idle")
         try:
             assert front.until(Ready), front.engine.poll()
-            for pid in front.engine.group.pids:
+            for pid in front.engine.pids:
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(1.5)
-            for pid in front.engine.group.pids:
+            for pid in front.engine.pids:
                 os.kill(pid, signal.SIGCONT)
             time.sleep(6)
             ask(front)

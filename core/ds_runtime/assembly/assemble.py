@@ -6,7 +6,7 @@ Torch-free: `ds-runtime plan` and `doctor` stop here; the engine continues and l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -95,27 +95,10 @@ def assemble(
     model = load_config(folder)
     model.check_tp(config.tp, Mesh.of(config).attn_tp, config.expert_parts)
     check_experts(model, config)
-    if model.hybrid is not None:
-        _refuse_hybrid(config, model)
-    elif config.trained_rounding:
-        raise ConfigError(
-            f"--trained-rounding: {model.architecture} was trained otherwise: leave the flag out"
-        )
-    if model.indexing is None:
-        refuse_sparse(config, model.architecture)
+    explicit = frozenset(explicit)
+    _check_flags(config, model, explicit)
     model = _expanded(config, model)
     config = _auto_dtype(config, model, info)
-    if INDEX_KEYS in apart(config) and model.indexing is None:
-        raise ConfigError(
-            f"--fusion {INDEX_KEYS}=off: {model.architecture} has no index keys that could be "
-            "joined: leave it out"
-        )
-    explicit = frozenset(explicit)
-    if config.trained_rounding and "index_cache_dtype" in explicit:
-        raise ConfigError(
-            f"--index-cache-dtype {config.index_cache_dtype}: --trained-rounding has index keys in "
-            "FP4: leave one of them out"
-        )
     config, changes = apply_defaults(config, _facts(config, model, info), explicit, plugins)
     groups = cache_groups(model)
     config = with_whole_pages(config, groups, explicit, changes)
@@ -260,6 +243,29 @@ def _expanded(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, expanded=config.disable_mla)
 
 
+def _check_flags(config: EngineConfig, model: ModelConfig, explicit: Collection[str]) -> None:
+    """Raise for settings that mean nothing to this model, or contradict what it was trained for."""
+    if model.hybrid is not None:
+        _refuse_hybrid(config, model)
+    elif config.trained_rounding:
+        raise ConfigError(
+            f"--trained-rounding: {model.architecture} was trained otherwise: leave the flag out"
+        )
+    if config.trained_rounding and "index_cache_dtype" in explicit:
+        raise ConfigError(
+            f"--index-cache-dtype {config.index_cache_dtype}: --trained-rounding has index keys in "
+            "FP4: leave one of them out"
+        )
+    if model.indexing is not None:
+        return
+    refuse_sparse(config, model.architecture)
+    if INDEX_KEYS in apart(config):
+        raise ConfigError(
+            f"--fusion {INDEX_KEYS}=off: {model.architecture} has no index keys that could be "
+            "joined: leave it out"
+        )
+
+
 def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
     """UnsupportedError for what DeepSeek-V4 is not served with."""
     refused = {
@@ -324,6 +330,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         batch_invariant=config.batch_invariant,
         quantized=bool(model.quantization) or config.quantize != "none",
         compiled_rows=config.torch_compile_max_bs if config.enable_torch_compile else 0,
+        context=config.context_length or model.max_positions,
     )
 
 

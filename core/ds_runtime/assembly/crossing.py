@@ -78,7 +78,6 @@ class Crossing:
                 coded = width - width // item - 4 * (width // item // _GROUP)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
         choices += -(width - coded + choices) % LINE
-        at_once = in_order and assembly.adds_at_once
         return Crossing(
             mesh,
             width,
@@ -86,7 +85,7 @@ class Crossing:
             item,
             in_order=in_order,
             sums=assembly.sums.sizes,
-            at_once=at_once,
+            at_once=assembly.sums.at_once,
             choices=choices,
             routed=routed,
             coded=coded,

@@ -17,6 +17,7 @@ from ds_runtime.errors import blaming
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Kernel, Site
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
@@ -111,10 +112,34 @@ def most_sequences(config: EngineConfig) -> int:
     return config.max_step_tokens if config.batch_invariant else config.max_running_requests
 
 
-def decode_bytes(assembly: Assembly, absorbed: int = 0) -> int:
+def absorbing_of(assembly: Assembly) -> Absorbing | None:
+    """Which chunks of prompts attend as decode does. None where attention has another form anyway,
+    where drafts branch, and where a kernel does not promise `many_rows`."""
+    config, model, binding = assembly.config, assembly.model, assembly.binding
+    kernels = list[Kernel]()
+    for site, kernel in binding.choices:
+        if site.op == "mla_decode" and kernel is not None:
+            shares = binding.shares.get((site.op, site.layer, site.module))
+            kernels += (kernel,) if shares is None else shares.kernels
+    if not kernels or model.indexing is not None or model.hybrid is not None or model.expanded:
+        return None
+    branch = config.speculative_algorithm is not None and (config.speculative_eagle_topk or 1) > 1
+    if branch or config.batch_invariant:
+        return None
+    return Absorbing.of(assembly.facts.dims, kernels)
+
+
+def most_absorbed(assembly: Assembly) -> int:
+    """Tokens of prompts, at most, that one step attends as decode does."""
+    rule, config = absorbing_of(assembly), assembly.config
+    each = 0 if rule is None else rule.most(positions_of(assembly))
+    return min(config.max_running_requests * each, config.max_step_tokens)
+
+
+def decode_bytes(assembly: Assembly) -> int:
     """The most that a kernel of dense attention says it holds in a step besides what it returns.
-    absorbed: as in `activation_bytes`; each is a row. A request has one that decodes, or these."""
-    rows = max(most_sequences(assembly.config), absorbed)
+    Each absorbed token is a row. A request has one that decodes, or these."""
+    rows = max(most_sequences(assembly.config), most_absorbed(assembly))
     return _workspace(assembly, {"mla_decode": rows})
 
 
@@ -150,14 +175,14 @@ def sparse_bytes(assembly: Assembly) -> int:
     return rows * width * 4 + chosen + _workspace(assembly, groups)
 
 
-def activation_bytes(assembly: Assembly, absorbed: int = 0) -> int:
+def activation_bytes(assembly: Assembly) -> int:
     """About what the widest moment of a step of `max_step_tokens` holds besides weights and caches.
     It is four hidden states, twice all residual streams if there are several, and what attention, a
     dense layer or the experts have at once, in the compute dtype. Experts: of every pair of a token
     and an expert a row in, a row out, gate | up and their product. Attention: queries, keys and
     values of all heads, and those of a chunk of cached tokens. Of tokens that are absorbed it is
     queries as they come, rotated and absorbed, and attended latents. That is all tokens with
-    --batch-invariant, else `absorbed` at most. What sparse attention holds is `sparse_bytes`.
+    --batch-invariant, else `most_absorbed`. What sparse attention holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
     most = config.max_step_tokens
@@ -165,7 +190,7 @@ def activation_bytes(assembly: Assembly, absorbed: int = 0) -> int:
         return step_bytes(assembly, most, most)
     expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
     cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
-    found = step_bytes(assembly, most, most) + cached
+    found, absorbed = step_bytes(assembly, most, most) + cached, most_absorbed(assembly)
     return max(found, step_bytes(assembly, most, most, absorbed)) if absorbed else found
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Decision
 from ds_runtime.ops.table import OPS
 
@@ -51,7 +51,8 @@ class Plan:
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
     given_up: tuple[str, ...] = ()  # for --batch-invariant, a sentence each
-    sums: str = ""  # which kinds of all-reduce serve which sizes
+    sums: str = ""  # which kinds of all-reduce serve which sizes, and why
+    sum_sizes: str = ""  # the same without why, "" where the library's serve all
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,13 +60,15 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        left = {name for name in ("given_up", "sums") if not getattr(self, name)}
+        left = {name for name in ("given_up", "sums", "sum_sizes") if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
 
     def digest(self) -> str:
-        """Hash of all that must agree between ranks."""
-        text = json.dumps(self._said(), sort_keys=True, default=list)
+        """Hash of all that must agree between ranks: of sums that is which sizes each kind serves,
+        not why."""
+        compared = {k: v for k, v in self._said().items() if k != "sums"}
+        text = json.dumps(compared, sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def heavy_references(self) -> list[PlanRow]:
@@ -124,10 +127,14 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "attn_dp", "ep", "sums"),
+            *("page_size", "tp", "attn_dp", "ep"),
         )
         if (here := _told(mine, key)) != (there := _told(other, key))
     ]
+    sums, others = mine.get("sums", ""), other.get("sums", "")
+    # Plans of before `sum_sizes` have the sizes in that sentence alone.
+    if _told(mine, "sum_sizes") != _told(other, "sum_sizes") and sums != others:
+        said.append(f"sums: {sums!r} here, {others!r} there")
     here, there = _by_site(mine), _by_site(other)
     for key in sorted({*here, *there}):
         if here.get(key) != there.get(key):
@@ -141,7 +148,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _told(plan: Mapping[str, Any], key: str) -> Any:
     """What a plan says; it leaves out that experts are not divided, and sums that have one kind."""
-    return plan.get(key, {"ep": 1, "sums": ""}.get(key))
+    return plan.get(key, {"ep": 1, "sum_sizes": ""}.get(key))
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -163,7 +170,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"plan {path}: cannot be read: {e}") from e
+        made = "a plan, as ds-runtime plan lock FILE writes it"
+        raise unreadable(f"plan {path}", e, made) from e
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(_is_row(r) for r in rows):
         raise ConfigError(f"plan {path}: is no plan; write one with ds-runtime plan lock FILE")

@@ -10,6 +10,7 @@ from pathlib import Path
 from ds_runtime._version import __version__
 from ds_runtime.assembly.plan import Plan, make_rows
 from ds_runtime.checkpoint.files import Stamps
+from ds_runtime.checkpoint.hub import plan_name
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
@@ -21,7 +22,7 @@ from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
-from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums, SumSizes
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
@@ -87,25 +88,23 @@ class Assembly:
         """All ranks of the engine."""
         return Mesh.of(self.config)
 
-    def summing(self, sizes: SumSizes) -> Assembly:
-        """The same with the kinds of all-reduce that its ranks could set up."""
-        if sizes == self.sums.sizes:
+    def summing(self, able: Sums) -> Assembly:
+        """The same with the kinds of sums that its ranks could set up. able: without a sentence."""
+        if (able.sizes, able.at_once) == (self.sums.sizes, self.sums.at_once):
             return self
-        said = f"all-reduces of {self.mesh.attn_tp} ranks: {sizes}; more was measured, and ranks "
-        return replace(self, sums=Sums(sizes, f"{said}could not set it up: the log says why"))
-
-    @property
-    def adds_at_once(self) -> bool:
-        """Whether ranks that add in their order have a kernel for few values."""
-        sizes = self.platform.ordered_sums.get(self.device.link, ())
-        return self.mesh.hosts == 1 and self.mesh.attn_tp in sizes
+        ranks, lost = self.mesh.attn_tp, "ranks could not set it up: the log says why"
+        said = f"all-reduces of {ranks} ranks: {able.sizes}; more was measured, and {lost}"
+        if self.config.batch_invariant:
+            why = "all-reduces of few values have no kernel of their own: " + lost
+            said = "" if able.at_once else why
+        return replace(self, sums=replace(able, said=said))
 
     @cached_property
     def plan(self) -> Plan:
         """The binding, and what it follows from."""
         config, facts = self.config, self.facts
         return Plan(
-            model=self.folder.name,
+            model=plan_name(self.folder),
             platform=self.platform.name,
             arch=self.device.arch,
             dtype=config.dtype,
@@ -120,6 +119,7 @@ class Assembly:
             changes=self.changes,
             versions=_versions(self.plugins),
             sums=self.sums.said,
+            sum_sizes=str(self.sums.sizes) if self.sums.sizes.upto else "",
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 
@@ -128,16 +128,25 @@ class Assembly:
         form = "chosen latents" if self.model.indexing is not None else "cached latents"
         form = "cached keys and values" if self.model.expanded else form
         yield f"prompts attend {form} row by row, as decode steps do, not in tiles of queries"
-        if self.config.tp > 1:
-            what = "sums"
-            if self.adds_at_once:
-                what += f" of {MANY} values or more"
-                yield f"sums of fewer than {MANY} values are one kernel, which adds ranks in order"
-            yield f"{what} gather the parts of {self.config.tp} ranks, and each adds them in order"
+        yield from self._in_order()
         served: dict[tuple[str, str, str], None] = {}
         for made in self.binding.decisions:
             served |= {(made.op, made.kernel, name): None for name in made.instead}
         yield from (f"{op}: {kernel} serves in place of {name}" for op, kernel, name in served)
+
+    def _in_order(self) -> Iterator[str]:
+        """How ranks add in their order."""
+        if self.config.tp > 1:
+            what = "sums"
+            if self.sums.at_once:
+                what += f" of {MANY} values or more"
+                yield f"sums of fewer than {MANY} values are one kernel, which adds ranks in order"
+            yield f"{what} gather the parts of {self.config.tp} ranks, and each adds them in order"
+
+    def sums_said(self) -> list[str]:
+        """How ranks sum, in sentences; nothing where the library's kind is all there is."""
+        said = [self.sums.said] if self.sums.said else []
+        return said + ([*self._in_order()] if self.config.batch_invariant else [])
 
     @cached_property
     def caches(self) -> tuple[LaidGroup, ...]:

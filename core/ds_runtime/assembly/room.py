@@ -91,17 +91,14 @@ class Reserve:
         return self.activations + self.captured + self.communication + self.others
 
 
-def reserve(assembly: Assembly, absorbed: int = 0) -> Reserve:
-    """What is kept free besides weights and KV cache on one rank's device. absorbed: as in
-    `activation_bytes`."""
+def reserve(assembly: Assembly) -> Reserve:
+    """What is kept free besides weights and KV cache on one rank's device."""
     config, crossing = assembly.config, Crossing.of(assembly)
     shape = Speculation.of(config)
     rows = config.max_running_requests * (1 if shape is None else shape.tokens)
     logits = _logit_bytes(assembly, min(rows, config.max_step_tokens))
-    step = (
-        activation_bytes(assembly, absorbed) + sparse_bytes(assembly) + page_table_bytes(assembly)
-    )
-    step += decode_bytes(assembly, absorbed)
+    step = activation_bytes(assembly) + sparse_bytes(assembly) + page_table_bytes(assembly)
+    step += decode_bytes(assembly)
     captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
     communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
     communication += assembly.sums.sizes.most

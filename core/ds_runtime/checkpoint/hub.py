@@ -46,6 +46,11 @@ def resolve_model(name: str) -> Path:
     return _from_hub(name)
 
 
+def plan_name(folder: Path) -> str:
+    """What a plan calls a checkpoint: an embedded one as users do, others by their folder."""
+    return next((name for name in EMBEDDED if resolve_model(name) == folder), folder.name)
+
+
 def text_folder(folder: Path, load_format: str) -> Path:
     """Where tokenizer and template lie: in the model's folder. Those of the demo stand in for a
     model of dummy weights that has none."""

@@ -11,7 +11,7 @@ from typing import Any
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import Known
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,13 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as e:
-        raise ConfigError(f"--config {path}: cannot be read: {e.strerror}") from e
+        raise unreadable(f"--config {path}", e, "a YAML file with one 'flag: value' a line") from e
     except UnicodeDecodeError as e:
-        raise ConfigError(f"--config {path}: is not UTF-8 at byte {e.start}") from e
+        raise ConfigError(
+            f"--config {path}: is not UTF-8 at byte {e.start}; save it as UTF-8"
+        ) from e
     except (yaml.YAMLError, RecursionError) as e:
-        raise ConfigError(f"--config {path}: is not YAML: {' '.join(str(e).split())}") from e
+        raise ConfigError(f"--config {path}{_said(e)}; write one 'flag: value' per line") from e
     if root is None:
         return FromFile(path, {}, {})
     if not isinstance(root, yaml.MappingNode):
@@ -116,6 +118,14 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         settings |= own
         lines |= dict.fromkeys(own, line)
     return FromFile(path, {**settings, "notes": notes}, lines)
+
+
+def _said(error: Exception) -> str:
+    """What YAML's parser says, in one line that begins with the place."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f": is not YAML: {' '.join(str(error).split())}"
+    return f", line {mark.line + 1}: is not YAML: {getattr(error, 'problem', None) or error}"
 
 
 def ahead(path: str) -> dict[str, list[str]]:

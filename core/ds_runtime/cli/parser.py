@@ -20,6 +20,9 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+_REQUIRED = "the following arguments are required: "  # argparse's words
+
+
 class Parser(argparse.ArgumentParser):
     """No abbreviated flags; wrong input names the nearest right one."""
 
@@ -56,6 +59,8 @@ class Parser(argparse.ArgumentParser):
             if below and message.endswith(f"are required: {action.metavar}"):
                 known = ", ".join(action.choices or ())
                 message = f"{action.metavar} is missing: give one of {known}"
+            elif message == f"{_REQUIRED}{action.metavar or action.dest}":
+                message = f"{message.removeprefix(_REQUIRED)} is missing: {action.help}"
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
     def parse_known_args(  # type: ignore[override]

@@ -80,8 +80,9 @@ def _several(config: RankSettings) -> None:
         )
     host, _, port = (at or "").rpartition(":")
     if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65535:
+        said = "--dist-init-addr is missing" if at is None else f"--dist-init-addr {at}"
         raise ConfigError(
-            f"--dist-init-addr {at}: with --nnodes {nodes} it is HOST:PORT, a name or IPv4 number "
+            f"{said}: with --nnodes {nodes} it is HOST:PORT, a name or IPv4 number "
             "of machine 0 that every other machine reaches. Ranks do not use IPv6. The port is "
             "below 65535, because the next one is used, too"
         )

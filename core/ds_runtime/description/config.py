@@ -140,11 +140,6 @@ class ModelConfig:
             return False
         return layer >= self.layers or self.indexing.computes[layer]
 
-    @property
-    def indexers(self) -> int:
-        """Layers that choose the tokens that they attend: these have an index cache."""
-        return sum(self.indexing.computes) if self.indexing is not None else 0
-
     def dims(self, tp: int = 1, attn_tp: int | None = None, ep: int = 1) -> Dims:
         """Geometry for Facts; heads and expert widths are those of one rank. attn_tp: ranks
         that divide the heads (default: all).

@@ -27,14 +27,14 @@ SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 HYBRID = "DeepseekV4ForCausalLM"
 SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE, HYBRID)
 _DISTILLED = (
-    "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and "
-    "this runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
+    "is not served; R1-Distill checkpoints have this architecture, too: serve them with an engine "
+    "for Qwen2 and Llama"
 )
 _RECOGNISED = {
     "Qwen2ForCausalLM": _DISTILLED,
     "LlamaForCausalLM": _DISTILLED,
-    "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "
-    "V4, and this version does not serve it",
+    "DeepseekV41ForCausalLM": "is not served; DeepSeek-V4.1 has another attention, memory and "
+    "expert format than V4",
 }
 
 
@@ -131,7 +131,7 @@ def _architecture(get: Reader) -> str:
         return name
     supported = ", ".join(SUPPORTED)
     if name in _RECOGNISED:
-        raise UnsupportedError(f"{get.where}: {name}: {_RECOGNISED[name]}; supported: {supported}")
+        raise UnsupportedError(f"{get.where}: {name} {_RECOGNISED[name]}; supported: {supported}")
     raise UnsupportedError(f"{get.where}: architecture {name!r} is unknown; supported: {supported}")
 
 

@@ -44,6 +44,7 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         *_tiers(runner),
         *(f"{'copies':<10}{form}" for form in assembly.forms),
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
+        *(f"{'sums':<10}{line}" for line in assembly.sums_said()),
         *op_lines(assembly),
         *_not_captured(runner),
         *(f"{'not used':<10}{name}: {refusal}" for name, refusal in assembly.others),

@@ -14,18 +14,20 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ds_runtime.assembly.crossing import Crossing
+from ds_runtime.assembly.estimate import absorbing_of
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.common import garbage
 from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.adapter import check_name
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.device.waits import EVERY
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.observers import Observers
 from ds_runtime.engine.process.failure import bounded, during
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.scheduler import Scheduler
@@ -46,6 +48,7 @@ from ds_runtime.kv.tiers.host import HostTier, own_root
 from ds_runtime.kv.tiers.room import HostRoom
 from ds_runtime.kv.tiers.roots import SharedRoots
 from ds_runtime.parallel.link.leader import Leader
+from ds_runtime.parallel.skew import Skew
 from ds_runtime.platform.compilations import counted, num_compiled
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
@@ -82,7 +85,7 @@ class Engine:
             pace=Pace(runner.speculation) if runner.speculation else None,
             max_itl=(config.max_itl or 0.0) / 1000,
             prefill_sizes=runner.parts.exchange.sizes_of_steps(runner.programs.prefill_sizes),
-            absorbing=Absorbing.of(assembly, runner.parts.kernels.values()),
+            absorbing=absorbing_of(assembly),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
@@ -103,6 +106,7 @@ class Engine:
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = self._wire_bytes = 0.0
+        self._skew = Skew(runner.comm.size)
         self._sums, self._sum_bytes = Counter[str](), defaultdict[str, float](float)
 
     def _disks(self, config: EngineConfig, runner: Runner) -> Disks | None:
@@ -169,6 +173,10 @@ class Engine:
     def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter; requests under way continue. RequestError says why it cannot be."""
         try:
+            check_name(name)
+        except ConfigError as e:
+            raise RequestError(str(e), "lora_name") from e
+        try:
             held = self.adapters.place(name, Path(folder).expanduser().absolute())
             message = PutAdapter(held.slot, str(held.folder))
             if self.leader is not None:
@@ -209,6 +217,8 @@ class Engine:
                 self._count_received(plan)
             compiled, begin = num_compiled(), time.perf_counter()
             self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
+            if plan.step % EVERY == 0:
+                self._hear_waits()
         if self.disk is not None:
             waits = plan is None and not self._launched
             self.disk.poll(idle=waits, seconds=_DISK_WAIT if waits else 0.0)
@@ -259,6 +269,13 @@ class Engine:
             self._sums[kind] += count
             self._sum_bytes[kind] += nbytes
 
+    def _hear_waits(self) -> None:
+        """What ranks tell of measured steps."""
+        if self.leader is not None:
+            own = [(0, told) for told in self.runner.waits.take()]
+            for rank, told in [*own, *self.leader.waited()]:
+                self._skew.note(rank, told.step, told.seconds)
+
     @cached_property
     def _crossing(self) -> Crossing:
         return Crossing.of(self.assembly)
@@ -303,6 +320,9 @@ class Engine:
         stats = self.scheduler.stats()
         stats.step_seconds, stats.wire_bytes = self._step_seconds, self._wire_bytes
         stats.sums, stats.sum_bytes = dict(self._sums), dict(self._sum_bytes)
+        self._hear_waits()
+        stats.skew_steps, stats.skew_seconds = self._skew.steps, self._skew.seconds
+        stats.rank_late = dict(self._skew.late) if self._skew.steps else {}
         if (below := self.runner.below) is not None:
             below.look()
             saved, loaded = below.saved, below.loaded

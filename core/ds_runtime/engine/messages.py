@@ -166,9 +166,10 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     compiled. Of steps with prompts: their number, the prompts' new tokens in them, and how many
     carried less for --max-itl. Since their cost is known: what they took and were expected to take.
     `wire_bytes`: what each rank has received from the others, by arithmetic; `sum_bytes`, in
-    all-reduces of each kind; `sums`: how many these were. `expert_tokens`: by
-    layer, how many tokens chose each routed expert, with --expert-metrics. `compilations`: kernels
-    that were compiled in rank 0's process, by "compiler kernel".
+    all-reduces of each kind; `sums`: how many these were. Of steps in which ranks were compared:
+    their number, and by how much the last rank, and each, came later to collectives than the first.
+    `expert_tokens`: by layer, how many tokens chose each routed expert, with --expert-metrics.
+    `compilations`: kernels that were compiled in rank 0's process, by "compiler kernel".
     """
 
     running: int = 0
@@ -219,6 +220,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     wire_bytes: float = 0.0
     sums: dict[str, int] = {}
     sum_bytes: dict[str, float] = {}
+    skew_steps: int = 0
+    skew_seconds: float = 0.0
+    rank_late: dict[int, float] = {}
     expert_tokens: dict[int, list[int]] = {}
     compilations: dict[str, int] = {}
 
@@ -239,11 +243,13 @@ class Profiled(msgspec.Struct, tag=True):
 
 
 class Adapted(msgspec.Struct, tag=True):
-    """Answer to Adapt: done, or why it was refused. `adapters`: the names that are loaded now."""
+    """Answer to Adapt: done, or why it was refused. `adapters`: the names that are loaded now;
+    `param`: the field that is to blame."""
 
     token: str
     adapters: list[str]
     refused: str = ""
+    param: str | None = None
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from ds_runtime.output_rules import MAX_CHOICES, OutputRules, ToolRules
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
+_REGEX_FAULT = re.compile(r".* error: (.+?) 1 \| start: ")  # the last is the reason
 _DIGEST = 300  # characters of the library's message
 _PATH = 200  # characters of a field's path
 _PROBES = 256  # subschemas that are tried, one by one, to find the one at fault
@@ -105,6 +107,8 @@ class Compiler:
             where, whose, said = self._locate_tool(rules, rules.tool_calls, said)
         where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
+        if rules.kind == "regex" and (fault := _REGEX_FAULT.search(said)) is not None:
+            said = fault[1]  # not the grammar around it, which the client has not sent
         said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
         return RequestError.of(where, f"{whose} cannot be compiled: {said}")
 

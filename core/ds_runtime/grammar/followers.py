@@ -95,7 +95,7 @@ class _Pool:
         self._told, self._heavy = told, heavy
         self._asked: SimpleQueue[Following | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._threads = 0
+        self._threads = self._idle = 0  # idle: those that have nothing to do, or are about to begin
 
     def put(self, one: Following) -> None:
         """Let a guide follow, soon."""
@@ -106,11 +106,14 @@ class _Pool:
             self.grow()
 
     def grow(self) -> None:
-        """Another thread, if somebody waits for one."""
+        """Another thread, if somebody waits for one. Where idle ones wait for a processor, more of
+        them would but wait as well, and each later has something to do often enough to stay."""
         with self._lock:
-            if self._asked.empty():
+            full = 0 < self._heavy <= self._threads
+            if full or self._asked.qsize() <= self._idle:
                 return
             self._threads += 1
+            self._idle += 1
         threading.Thread(target=self._run, name="guides", daemon=True).start()
 
     def close(self) -> None:
@@ -128,11 +131,18 @@ class _Pool:
                 with self._lock:
                     if self._asked.empty():
                         self._threads -= 1
+                        self._idle -= 1
                         return
                 continue
             if one is None:
                 return
+            with self._lock:
+                self._idle -= 1
+            if self._heavy:
+                self.grow()  # who asked before that took this one for idle, and asks once
             one.found = _follow(one)
+            with self._lock:
+                self._idle += 1
             if self._heavy or self._asked.empty():  # a step waits for all that are quick
                 self._told.set()
 

@@ -102,9 +102,9 @@ class Room:
     free: int
 
 
-def kv_memory(assembly: Assembly, room: Room, context: int, absorbed: int = 0) -> KvMemory:
-    """Pages for the KV cache of one rank. absorbed: tokens of prompts in a step that may attend as
-    decoded ones do. Raises ConfigError for a flag that asks for more memory than there is."""
+def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
+    """Pages for the KV cache of one rank. Raises ConfigError for a flag that asks for more memory
+    than there is."""
     config = assembly.config
     made = partial(KvMemory.of, assembly, free=room.free)
     if config.kv_memory is not None:
@@ -116,14 +116,14 @@ def kv_memory(assembly: Assembly, room: Room, context: int, absorbed: int = 0) -
         return made(
             config.kv_memory,
             why="your setting gives",
-            warning=_narrow(assembly, room, config.kv_memory, absorbed),
+            warning=_narrow(assembly, room, config.kv_memory),
         )
     shares = (config.mem_fraction_static, config.memory_utilization)
     if assembly.platform.own_memory or any(share is not None for share in shares):
-        return _of_device(assembly, room, made, absorbed)
+        return _of_device(assembly, room, made)
     share, remedy = assembly.platform.kv_share, ""
-    left = max(0, room.free - sparse_bytes(assembly) - decode_bytes(assembly, absorbed))
-    beside = max(0, left - activation_bytes(assembly, absorbed))
+    left = max(0, room.free - sparse_bytes(assembly) - decode_bytes(assembly))
+    beside = max(0, left - activation_bytes(assembly))
     most = int(left * share)
     if beside < most:
         most, share, remedy = beside, beside / room.free, _fewer_tokens(config)
@@ -132,12 +132,10 @@ def kv_memory(assembly: Assembly, room: Room, context: int, absorbed: int = 0) -
     return made(most, most=FULL_CONTEXTS * one, why=why, remedy=remedy)
 
 
-def _of_device(
-    assembly: Assembly, room: Room, made: Callable[..., KvMemory], absorbed: int
-) -> KvMemory:
+def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) -> KvMemory:
     """Where weights and cache share a device's own memory, or a fraction that the user gives."""
     config, fraction = assembly.config, assembly.config.mem_fraction_static
-    reserved = reserve(assembly, absorbed)
+    reserved = reserve(assembly)
     left = kv_room(config, room.total, room.before, room.free, reserved.total)
     if fraction is not None and left <= 0:
         raise ConfigError(
@@ -155,14 +153,14 @@ def _of_device(
     if reserved.captured:
         remedy += f"--max-running-requests (now {config.max_running_requests}), "
         remedy += "give --disable-graph, "
-    warning = "" if fraction is None else _narrow(assembly, room, left, absorbed)
+    warning = "" if fraction is None else _narrow(assembly, room, left)
     return made(left, why=why, remedy="" if fraction else remedy, warning=warning)
 
 
-def _narrow(assembly: Assembly, room: Room, given: int, absorbed: int) -> str:
+def _narrow(assembly: Assembly, room: Room, given: int) -> str:
     """What to say of a KV cache of so many bytes that leaves the largest steps too little; "" if it
     does not."""
-    left, needs = room.free - given, reserve(assembly, absorbed).total
+    left, needs = room.free - given, reserve(assembly).total
     if left >= needs or not assembly.platform.own_memory:
         return ""
     fraction = assembly.config.mem_fraction_static

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.measured import fields as of
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.parallel.sums.kinds import FAST
@@ -195,7 +195,8 @@ class Costs:
         try:
             return Costs.parse(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"costs {path}: cannot be read: {e}") from e
+            made = "a file that ds-runtime tune costs --out FILE wrote"
+            raise unreadable(f"costs {path}", e, made) from e
         except ValueError as e:
             raise ConfigError(
                 f"costs {path}: {e}; remove it, and write it with ds-runtime tune costs --out "

@@ -28,9 +28,12 @@ def decide(config: EngineConfig, platform: Platform, device: DeviceInfo, plugins
     """Of an engine. Raises ConfigError or PluginError for a broken file of costs."""
     mesh = Mesh.of(config)
     ranks = mesh.attn_tp
-    able = platform.fast_sums.get(device.link, ()) if mesh.hosts == 1 else ()
-    if ranks == 1 or ranks not in able or config.batch_invariant:
+    kernels = platform.ordered_sums if config.batch_invariant else platform.fast_sums
+    able = kernels.get(device.link, ()) if mesh.hosts == 1 else ()
+    if ranks == 1 or ranks not in able:
         return LIBRARY_SUMS
+    if config.batch_invariant:
+        return Sums(at_once=not config.disable_custom_all_reduce)
     of_ranks = f"all-reduces of {ranks} ranks"
     if config.disable_custom_all_reduce:
         return Sums(said=f"{of_ranks} are the library's, for --disable-custom-all-reduce")

@@ -12,10 +12,8 @@ from ds_runtime.description.config import ModelConfig, Yarn
 from ds_runtime.description.tree import Stored
 
 
-def cos_sin_table(
-    config: ModelConfig, positions: int, device: Any, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """[positions, rope] in `dtype`: cos in the first half of the columns, sin in the second.
+def cos_sin_table(config: ModelConfig, positions: int, device: Any) -> Tensor:
+    """[positions, rope] float32: cos in the first half of the columns, sin in the second.
 
     Computed in float64. Under YaRN the frequencies are always the scaled ones, whatever the
     context, and cos and sin carry the factor m(mscale) / m(mscale_all_dim).
@@ -23,7 +21,7 @@ def cos_sin_table(
     frequencies = inverse_frequencies(config)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude(config)
-    return table.to(device=device, dtype=dtype)
+    return table.to(device=device, dtype=torch.float32)
 
 
 def amplitude(config: ModelConfig) -> float:

@@ -111,11 +111,11 @@ class Facts:
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
     calls are recorded and replayed with other contents of the same tensors. So a call may not wait
     for the device. What it launches may depend on shapes and limits, but on no length. `crowded`:
-    ops for second forms of whose weights (`Footprint.second_form`) memory has no room. `quantized`:
-    weights of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a
-    call, at most, that torch.compile's functions are to serve; 0: none. `ranks` of each mesh axis,
-    on `hosts` machines; `interconnect`, `multicast`: the device's link. `batch_invariant`: see
-    `own_bits`: the same arithmetic for a row, whatever else a call has.
+    ops whose second forms of weights (`Footprint.second_form`) find no room. `quantized`: weights
+    of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a call, at
+    most, that torch.compile's functions serve; 0: none. `context`: tokens of a sequence at most; 0:
+    not known. `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: of the
+    device's link. `batch_invariant`: see `own_bits`: the same arithmetic for a row in any call.
     """
 
     device: DeviceInfo
@@ -134,6 +134,7 @@ class Facts:
     crowded: frozenset[str] = frozenset()
     quantized: bool = False
     compiled_rows: int = 0
+    context: int = 0
 
     role: str = "target"
     layer: int = -1

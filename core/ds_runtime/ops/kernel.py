@@ -26,7 +26,8 @@ class Promises:
     depend on that row alone, not on how many others there are (`Facts.own_bits`). `skips_absent`:
     experts of number −1, which other ranks have, add nothing; needed where ranks divide experts by
     number. `takes_codes`: has what QuantizedExperts lists, so that ranks may send each other
-    codes. Conformance holds a kernel to each.
+    codes. Conformance holds a kernel to each of these. `many_rows`, of MlaDecode: any number of
+    rows of a sequence are fast (see there).
     """
 
     deterministic: bool = True
@@ -34,6 +35,7 @@ class Promises:
     batch_invariant: bool = False
     skips_absent: bool = False
     takes_codes: bool = False
+    many_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

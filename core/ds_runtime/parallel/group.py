@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -67,6 +70,29 @@ class SoloCommunicator:
         return None
 
 
+@dataclass(slots=True)
+class HostWait:
+    """Seconds for which the host was in collectives."""
+
+    seconds: float = 0.0
+
+
+_Collective = Callable[[Any, Tensor], Tensor]
+
+
+def _counted(collective: _Collective) -> _Collective:
+    @wraps(collective)
+    def call(self: Any, x: Tensor) -> Tensor:
+        begin = perf_counter()
+        found = collective(self, x)
+        waited = getattr(self, "waited", None)  # a plugin's class may enter a group in its own way
+        if waited is not None:
+            waited.seconds += perf_counter() - begin
+        return found
+
+    return call
+
+
 class TorchCommunicator:
     """A torch.distributed process group: `backend` moves tensors, and objects too if it can.
 
@@ -75,7 +101,9 @@ class TorchCommunicator:
     the dtype in which 16-bit sums are computed (None: the backend's own). device: this rank's own;
     the group is then connected at once instead of in its first collective.
 
-    The process has one such group of all ranks, and any number that are split from it.
+    The process has one such group of all ranks, and any number that are split from it. waited: what
+    the host spent in the collectives of all of them, without those of a captured step that the
+    device runs by itself.
     """
 
     def __init__(
@@ -95,7 +123,7 @@ class TorchCommunicator:
                 f"--tp {size}: this process is in a group of ranks already; close the other engine "
                 "first, or start this one in a process of its own"
             )
-        self._reduce_dtype, self._device = reduce_dtype, device
+        self._reduce_dtype, self._device, self.waited = reduce_dtype, device, HostWait()
         self._timeout = timedelta(seconds=timeout)
         dist.init_process_group(
             backend=backend,
@@ -130,27 +158,32 @@ class TorchCommunicator:
             return x.to(self._reduce_dtype)
         return x.contiguous()
 
+    @_counted
     def all_reduce(self, x: Tensor) -> Tensor:
         y = self._summable(x)
         dist.all_reduce(y, group=self._group)
         return y.to(x.dtype)
 
+    @_counted
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)  # [..., size * n]
 
+    @_counted
     def gather_rows(self, x: Tensor) -> Tensor:
         rows = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         self._gather(rows, x.contiguous(), group=self._group)
         return rows
 
+    @_counted
     def reduce_scatter(self, x: Tensor) -> Tensor:
         y = self._summable(x)
         part = y.new_empty(y.shape[0] // self.size, *y.shape[1:])
         self._scatter(part, y, group=self._group)
         return part.to(x.dtype)
 
+    @_counted
     def all_to_all(self, x: Tensor) -> Tensor:
         rows = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dist.all_to_all_single(rows, x.contiguous(), group=self._group)

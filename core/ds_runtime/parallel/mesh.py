@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -27,18 +27,6 @@ LINE = 64
 """Bytes of which rows that are sent with others beside them are a multiple."""
 
 Group: TypeAlias = tuple[int, ...]
-
-
-class Coordinate(NamedTuple):
-    """A rank's number along each axis."""
-
-    pp: int
-    tp: int
-    ep: int
-    attn_dp: int
-    attn_tp: int
-    cp: int
-    dcp: int
 
 
 @dataclass(frozen=True)
@@ -111,14 +99,6 @@ class Mesh:
         """The number of `rank` in its group of this axis."""
         extent, stride = self._axes[axis]
         return rank // stride % extent
-
-    def coordinate(self, rank: int) -> Coordinate:
-        """The number of `rank` along every axis. `rank_at` is the way back."""
-        return Coordinate(**{axis: self.at(rank, axis) for axis in AXES})
-
-    def rank_at(self, pp: int = 0, attn_dp: int = 0, cp: int = 0, attn_tp: int = 0) -> int:
-        """The rank at a place. The axes left out follow from these."""
-        return pp * self.tp + (attn_dp * self.cp + cp) * self.attn_tp + attn_tp
 
     def group(self, axis: AxisName, rank: int) -> Group:
         """The ranks of the group of this axis that `rank` is in, in rising order."""

@@ -7,7 +7,7 @@ from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
 from ds_runtime.parallel.sums.by_size import BySize
 from ds_runtime.parallel.sums.in_order import InOrder
-from ds_runtime.parallel.sums.kinds import LIBRARY_ALONE, SumSizes
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums
 from ds_runtime.platform.contract import Communicator
 
 
@@ -16,9 +16,10 @@ class World:
 
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
-    in_order: sums add the ranks in their order, whatever their size. sums: where they do not, which
-    kinds serve the sums of ranks that divide heads. The attribute of that name: those that rank 0's
-    group could set up.
+    in_order: sums add the ranks in their order, whatever their size. sums: what was decided for
+    the ranks that divide heads. The attribute of that name: what they could set up of it, without a
+    sentence; the sizes are those of rank 0's group. shares: whether sums in order may read other
+    ranks' memory; else their parts are gathered, with the same bits.
     """
 
     def __init__(
@@ -26,10 +27,11 @@ class World:
         mesh: Mesh,
         everyone: Communicator,
         in_order: bool = False,
-        sums: SumSizes = LIBRARY_ALONE,
+        sums: Sums = LIBRARY_SUMS,
+        shares: bool = True,
     ) -> None:
         self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
-        self.sums = LIBRARY_ALONE
+        self.sums = LIBRARY_SUMS
         solo: Communicator = SoloCommunicator()
         whole = (tuple(range(mesh.size)),)
         made = {
@@ -38,13 +40,17 @@ class World:
         }
         self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
         summing: dict[tuple[Group, ...], Communicator] = dict(made)
+        # Groups that differ in what they could set up differ in nothing that others wait for.
         if in_order:
-            summing = {groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}
-        elif mesh.attn_tp > 1 and sums.upto:
+            shares = shares and mesh.hosts == 1
+            ordered = {groups: InOrder(own, shares) for groups, own in made.items()}
+            summing |= ordered
+            if mesh.attn_tp > 1:
+                self.sums = Sums(at_once=ordered[mesh.groups("attn_tp")].adds_at_once)
+        elif mesh.attn_tp > 1 and sums.sizes.upto:
             heads = mesh.groups("attn_tp")
-            by_size = summing[heads] = BySize(made[heads], sums)
-            # Groups that differ in what they could set up differ in nothing that others wait for.
-            self.sums = everyone.gather_objects(by_size.sizes)[0]
+            by_size = summing[heads] = BySize(made[heads], sums.sizes)
+            self.sums = Sums(everyone.gather_objects(by_size.sizes)[0])
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 
 def absent(path: str) -> str:
@@ -42,8 +44,20 @@ def top_of(name: str, within: Sequence[str] | None = None) -> ModuleSpec | None:
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, within)
+        except KeyError:  # a namespace in one that is not imported: Python looks for that in vain
+            spec = _in_namespace(finder, name, within)
         except (Exception, SystemExit):  # importing it says so
             continue
         if spec is not None:
             return spec
+    return None
+
+
+def _in_namespace(finder: Any, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
+    """The same by the last part alone, which is all that finders of folders look at."""
+    if within is None:
+        return None
+    with suppress(Exception, SystemExit):
+        found: ModuleSpec | None = finder.find_spec(name.rpartition(".")[2], within)
+        return found
     return None

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import suppress
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.platform.contract import Platform
+from ds_runtime.plugins.described_devices import described
 from ds_runtime.plugins.manager import Plugins
 
 
@@ -26,7 +28,7 @@ def select_platform(
     refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
     here = [p for _, (p, _) in sorted(found.items()) if p is not None]
     if wanted != "auto":
-        return _named(source, wanted, here, refusals, _restriction(plugins)), refusals
+        return _named(source, wanted, here, refusals, plugins), refusals
     for name, refusal in refusals:
         if refusal.kind == "broken" and not downgrade:
             names = ", ".join(p.name for p in here) or "none works here"
@@ -66,7 +68,7 @@ def _named(
     wanted: str,
     here: list[Platform],
     refusals: tuple[tuple[str, Refusal], ...],
-    restriction: list[str],
+    plugins: Plugins,
 ) -> Platform:
     for platform in here:
         if platform.name == wanted:
@@ -77,5 +79,8 @@ def _named(
     names = sorted({p.name for p in here} | {n for n, _ in refusals})
     near = difflib.get_close_matches(wanted, names, n=1)
     known = [f"known: {', '.join(names)}"] if names else []
-    hints = [f"did you mean {near[0]!r}?"] if near else [*known, *restriction]
+    hints = [f"did you mean {near[0]!r}?"] if near else [*known, *_restriction(plugins)]
+    with suppress(PluginError):  # of a plugin that nobody has named
+        if any(name == wanted for name, _ in described(plugins)):
+            hints = [f"it is a device: ds-runtime plan --device {wanted}", *known]
     raise ConfigError(f"{source} {wanted!r}: no such platform; {'; '.join(hints)}")

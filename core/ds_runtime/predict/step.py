@@ -11,6 +11,7 @@ from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import Costs
+from ds_runtime.parallel.sums.kinds import FAST, LIBRARY
 from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
 
 COLLECTIVES, BESIDE = "collectives", "in parallel"
@@ -78,10 +79,12 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
             queued += call.count * _queue(costs, call, found)
     for one in crossed(assembly, filled):
         each = 0.0
-        if one.kind in costs.collectives:
-            each = costs.collective(one.kind, one.ranks, one.nbytes)
+        # Older costs lack the fast kinds, which then count as the library's.
+        kind = LIBRARY if one.kind in FAST and one.kind not in costs.collectives else one.kind
+        if kind in costs.collectives:
+            each = costs.collective(kind, one.ranks, one.nbytes)
         else:
-            found.unmeasured.add(f"{one.kind} between ranks")
+            found.unmeasured.add(f"{kind} between ranks")
             rate = assembly.device.link_bandwidth
             each = one.nbytes * (one.ranks - 1) / one.ranks / rate if rate else 0.0
         found.add(COLLECTIVES, one.count * each)
@@ -189,6 +192,8 @@ def notes(assembly: Assembly, costs: Costs, steps: Sequence[Predicted]) -> list[
         )
     if assembly.mesh.size > 1 and not platform.own_memory:
         lines.append("ranks share this host's cores and memory: real steps take longer than these")
+    if assembly.plan.sum_sizes and not any(kind in costs.collectives for kind in FAST):
+        lines.append("one-shot and two-shot sums were not measured, counted as the library's")
     if assembly.mesh.hosts > 1:
         lines.append("collectives were measured on one machine: links to others take longer")
     if not costs.host:

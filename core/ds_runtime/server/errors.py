@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +16,9 @@ from ds_runtime.errors import (
     Said,
     sentence,
 )
+from ds_runtime.errors import shown as python_shown
 
+_WORDS = json.JSONEncoder(ensure_ascii=False, default=str)
 BROKEN = "logits_not_finite"
 _INTERNAL = "internal_error"
 _ANTHROPIC = {
@@ -29,6 +32,24 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def shown(value: object) -> str:
+    """A value of a request for a message, cut short: null, lists and objects as JSON has them."""
+    return python_shown(value) if isinstance(value, str) else as_json(value)
+
+
+def as_json(value: object) -> str:
+    """A value as JSON, cut short."""
+    text = ""
+    try:
+        for part in _WORDS.iterencode(value):  # no more of it than is shown
+            text += part
+            if len(text) > 80:
+                return text[:77] + "..."
+    except ValueError:  # Python refuses to write the longest integers
+        return python_shown(value)
+    return text
 
 
 class ApiError(Exception):

@@ -32,12 +32,25 @@ from ds_runtime._version import __version__
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.server.observe.engine_metrics import STATS
 
-_SUMS = (
-    ("all_reduces", "sums", "sums over ranks, by arithmetic, by the kind that served their size"),
+_OF_RANKS = (
+    (
+        "all_reduces",
+        "sums",
+        "kind",
+        "sums over ranks, by arithmetic, by the kind that served their size",
+    ),
     (
         "all_reduce_bytes_per_rank",
         "sum_bytes",
-        "what each rank received in these from the others, by arithmetic",
+        "kind",
+        "bytes of all-reduces that each rank received from the others, by arithmetic",
+    ),
+    (
+        "rank_late_seconds",
+        "rank_late",
+        "rank",
+        "how much later than the first rank each came to the collectives of the steps that "
+        "ds_runtime_skew_steps_total counts",
     ),
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -222,7 +235,7 @@ class _Engines(Collector):
                 for expert, count in enumerate(counts):
                     chosen.add_metric([self._model, n, str(layer), str(expert)], count)
         yield chosen
-        yield from self._sums(every)
+        yield from self._of_ranks(every)
         made = CounterMetricFamily(
             "ds_runtime_kernel_compilations",
             "kernels that were compiled, at the start and later; what comes later delays requests",
@@ -241,20 +254,20 @@ class _Engines(Collector):
         )
         ended.add_metric([self._model], self._text_ended())
         yield ended
-        yield _info("build", "this runtime", [{"version": __version__}])
+        yield _info("build", "the version of the runtime", [{"version": __version__}])
         ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:
             yield from _plan(ready)
 
-    def _sums(self, every: Sequence[tuple[str, EngineView, Stats]]) -> Iterator[Metric]:
-        """All-reduces, by the kind that served them."""
-        for name, field, text in _SUMS:
+    def _of_ranks(self, every: Sequence[tuple[str, EngineView, Stats]]) -> Iterator[Metric]:
+        """All-reduces, by the kind that served them, and how late each rank was."""
+        for name, field, label, text in _OF_RANKS:
             found = CounterMetricFamily(
-                f"ds_runtime_{name}", text, labels=["model_name", "engine", "kind"]
+                f"ds_runtime_{name}", text, labels=["model_name", "engine", label]
             )
             for n, _, stats in every:
-                for kind, value in getattr(stats, field).items():
-                    found.add_metric([self._model, n, kind], value)
+                for key, value in getattr(stats, field).items():
+                    found.add_metric([self._model, n, str(key)], value)
             yield found
 
     def _family(
@@ -276,7 +289,11 @@ def _plan(ready: Ready) -> Iterator[Metric]:
     """What was bound: the same for a plan's life, so the values are all 1."""
     plan = ready.plan
     said = ("digest", "platform", "arch", "dtype", "kv_layout")
-    yield _info("plan", "what was decided", [{key: str(plan.get(key, "")) for key in said}])
+    yield _info(
+        "plan",
+        "the plan: its digest, platform and formats",
+        [{key: str(plan.get(key, "")) for key in said}],
+    )
     rows = {(r["op"], r["kernel"], r["provider"]): None for r in plan.get("rows", ())}
     kernels = [{"op": op, "kernel": kernel, "provider": by} for op, kernel, by in rows]
     yield _info("kernel", "the kernels that serve each op", kernels)

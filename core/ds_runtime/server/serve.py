@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import signal
 import socket
 import ssl
@@ -20,7 +19,7 @@ from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.common import interrupt
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.engine.process.transport import private_folder
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.kv.tiers.disk import seconds_to_close
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
 from ds_runtime.server.observe.log import engine_output, logging_to
@@ -106,19 +105,19 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
         try:
             engine.start()
             print(
-                f"{at}: {len(engine.group.pids)} ranks for node 0 at {config.dist_init_addr}",
+                f"{at}: {len(engine.pids)} ranks for node 0 at {config.dist_init_addr}",
                 flush=True,
             )
-            while not engine.group.over.wait(0.25) and not asked.is_set():
+            while not engine.over.wait(0.25) and not asked.is_set():
                 pass
             if asked.is_set():
                 patience = server.shutdown_timeout + seconds_to_close(config) + _LET_GO
                 print(f"{at}: waits up to {patience:g} s for node 0 to end; another signal ends it")
                 sys.stdout.flush()
-                engine.group.over.wait(patience)
+                engine.over.wait(patience)
         finally:
             with interrupt.ignored(signal.SIGTERM):
-                engine.group.stop(0.0)
+                engine.stop(0.0)
         if (reason := engine.poll()) is not None:
             print(f"ds-runtime: {at}: {reason}", file=sys.stderr, flush=True)
     return int(reason is not None)
@@ -153,8 +152,12 @@ def check_tls(config: ServerConfig) -> None:
         return
     for name in ("ssl_certfile", "ssl_keyfile"):
         path = getattr(config, name)
-        if path is not None and not os.access(path, os.R_OK):
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: cannot be read")
+        if path is None:
+            continue
+        try:
+            open(path, "rb").close()
+        except OSError as e:
+            raise unreadable(f"--{name.replace('_', '-')} {path}", e, "a PEM file") from e
     password = config.ssl_keyfile_password or ""  # never ask on a terminal
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

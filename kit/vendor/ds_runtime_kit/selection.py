@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
 from ds_runtime.errors import ConfigError, UnsupportedError
@@ -17,7 +18,9 @@ def plugins_of(plugins: Plugins, names: Collection[str]) -> list[str]:
     for name in names:
         report = plugins.reports.get(name)
         if report is None:
-            raise ConfigError(f"conform {name}: no such plugin; {', '.join(plugins.reports)}")
+            raise ConfigError(
+                f"conform {name}: no such plugin; installed: {', '.join(plugins.reports)}"
+            )
         if report.refusal is not None:
             raise UnsupportedError(f"conform {name}: the plugin is {report.refusal}")
     return list(names) or [n for n, r in plugins.reports.items() if r.refusal is None]
@@ -27,4 +30,6 @@ def check_names(flag: str, given: Collection[str], known: Collection[str] = tupl
     """Raise ConfigError for a name that is not known, by default as an op."""
     for name in given:
         if name not in known:
-            raise ConfigError(f"{flag} {name!r}: known are {', '.join(known)}")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{flag} {name!r}: no such name; {hint}")

@@ -124,7 +124,8 @@ prints the choice for a model.
 These features work together in every other pair: `--tp`, `--ep`, `--enable-dp-attention`, drafts,
 captured steps, kept prefixes, adapters, an FP8 cache, masks, sparse attention and
 `--batch-invariant`. Two ranks over Gloo return the answers of one (`tests/e2e/test_pairs.py`). On
-GPUs pairs with `--ep` are unrun.
+two H200s `--ep` ran with DP attention, captured steps, drafts and sparse attention. Answers were
+compared with DP attention only. Other pairs with `--ep` are unrun on GPUs.
 
 | this | and this | why |
 |---|---|---|

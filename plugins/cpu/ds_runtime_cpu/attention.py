@@ -128,8 +128,6 @@ class MlaDecodeNative:
     """One call: keys are read in place through the page table, nothing is gathered. Up to 64 rows
     and heads of a sequence read each key together."""
 
-    many_rows = True
-
     def __init__(self, facts: Facts) -> None:
         self.kv_lora = facts.dims["kv_lora"]
         self.width = self.kv_lora + facts.dims["qk_rope"]

@@ -28,7 +28,7 @@ from ds_runtime.api import (
     gates,
     installed,
 )
-from ds_runtime_cpu import machine, native
+from ds_runtime_cpu import machine, native, workspace
 
 _FORMATS = {"dense", "fp8_block", "int8_channel", "int4_group"}
 _DENSE = {"dense", "fp8_block"}
@@ -227,7 +227,13 @@ def _by_host(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Ker
 ATTENTION: tuple[Kernel, ...] = (
     _native("mha_prefill", "attention:mha_prefill_native"),
     cpu.offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
-    _in_order("mla_decode", "attention:mla_decode_native", _native_cache),
+    _in_order(
+        "mla_decode",
+        "attention:mla_decode_native",
+        _native_cache,
+        footprint=Footprint(workspace=workspace.mla_decode),
+        promises=Promises(batch_invariant=True, many_rows=True),
+    ),
     _by_host("mla_decode", "attention:mla_decode_matmul", _matmul_decode),
     _by_host("mha_decode", "attention:mha_decode_matmul", _matmul_decode, layouts=_EXPANDED_PAGES),
     _by_row(

@@ -52,5 +52,5 @@ def test_scheduling_64_requests_is_cheap():
         if batch.num_decode == 64:
             seconds.append(time.thread_time() - before)
     assert len(seconds) > 100
-    # The budget is 3 ms for the whole loop on an idle machine; test machines are busy.
-    assert statistics.median(seconds) < 6e-3
+    # 0.28 ms on two shared cores, of the 0.5 ms that a whole step may take; others may be slower.
+    assert statistics.median(seconds) < 1e-3

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.crossing import Crossing
-from ds_runtime.assembly.plan import check_against, difference
+from ds_runtime.assembly.plan import check_against
 from ds_runtime.assembly.room import reserve
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.process.ranks import differences
 from ds_runtime.errors import ConfigError
 from ds_runtime.measured import found
 from ds_runtime.measured.costs import Costs, KernelCost, Point
 from ds_runtime.measured.sums import of
-from ds_runtime.parallel.sums.kinds import LIBRARY, ONE_SHOT, TWO_SHOT, SumSizes
+from ds_runtime.parallel.sums.kinds import LIBRARY, ONE_SHOT, TWO_SHOT, Sums, SumSizes
 from ds_runtime.predict.calls import crossed
 from ds_runtime.predict.step import decode
 
@@ -168,7 +171,7 @@ def cut(raw, ranks, points, kind=ONE_SHOT):
 
 
 def test_ranks_with_other_files_differ_and_are_told(home, tmp_path):
-    """Rank 0 compares plans by their digest, and tells the sentences that `difference` returns."""
+    """Rank 0 compares plans by their digest, and tells the sentences that `differences` returns."""
     plans = []
     for limits in (1 << 19, 1 << 15):
         costs({4: curves(limits)}).write(found.own(H200))
@@ -177,15 +180,48 @@ def test_ranks_with_other_files_differ_and_are_told(home, tmp_path):
     plans.append(made(home, tp=4).plan)
     assert len({plan.digest() for plan in plans}) == 3
     for other, sizes in ((plans[1], "one_shot up to 32 KiB"), (plans[2], "no other kind")):
-        (said,) = difference(plans[0].to_dict(), other.to_dict())
+        (said,) = differences(*(json.dumps(one.to_dict()) for one in (plans[0], other)))
         assert said.startswith(
             "sums: 'all-reduces of 4 ranks by measured sizes: one_shot up to 512"
         )
         assert sizes in said
-    (tmp_path / "plan.json").write_text(json.dumps(plans[0].to_dict()))
-    check_against(plans[0], str(tmp_path / "plan.json"))
+    check_against(plans[0], locked(tmp_path, plans[0]))
     with pytest.raises(ConfigError, match=r"differs: sums: .all-reduces of 4 ranks are the lib"):
         check_against(plans[2], str(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("limits", [1 << 19, 1 << 11])  # below all sizes: the library's serves all
+def test_ranks_whose_files_lead_to_the_same_sizes_work_together(home, tmp_path, limits):
+    """Whatever digits the files have, and whatever the sentences say."""
+    plans = []
+    for scale in (1.0, 1.25):
+        costs({4: curves(limits, limits, scale)}).write(found.own(H200))
+        plans.append(made(home, tp=4).plan)
+    if limits < SIZES[0]:
+        found.own(H200).unlink()
+        plans.append(made(home, tp=4).plan)
+        plans.append(made(home, tp=4, disable_custom_all_reduce=True).plan)
+        assert len({plan.sums for plan in plans}) == 3
+    for one, other in itertools.permutations(plans, 2):
+        assert one.digest() == other.digest()
+        assert differences(*(json.dumps(plan.to_dict()) for plan in (one, other))) == []
+        check_against(one, locked(tmp_path, other))
+
+
+def locked(folder, plan):
+    (folder / "plan.json").write_text(json.dumps(plan.to_dict()))
+    return str(folder / "plan.json")
+
+
+def test_other_differences_of_plans_are_told(home):
+    plain = made(home, tp=4).plan
+    noted = replace(plain, rows=(replace(plain.rows[0], note="other"), *plain.rows[1:]))
+    given = [json.dumps(one.to_dict()) for one in (plain, noted)]
+    assert differences(*given) == ["other notes, ranks or refusals"]
+    assert differences(given[0], given[0]) == []
+    for other in ("", "no JSON", "[]", "null", '"text"'):
+        assert differences(given[0], other) == ["a plan that cannot be read"]
+    assert differences(given[0], "{}")
 
 
 def test_kinds_need_the_librarys_curve_beside_them():
@@ -214,9 +250,9 @@ UPTO = ((ONE_SHOT, 1 << 19), (TWO_SHOT, 1 << 22))
 def test_kinds_that_ranks_could_not_set_up_are_in_no_plan_and_no_count(home, lost):
     costs({4: curves()}).write(found.own(H200))
     assembly = made(home, tp=4)
-    assert assembly.summing(SumSizes(UPTO)) is assembly
+    assert assembly.summing(Sums(SumSizes(UPTO))) is assembly
     left = SumSizes(tuple(one for one in UPTO if one[0] not in lost))
-    other = assembly.summing(left)
+    other = assembly.summing(Sums(left))
     assert other.plan.sums == (
         f"all-reduces of 4 ranks: {left}; more was measured, and ranks could not set it up: the "
         "log says why"

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError
-from ds_runtime.weights.loaders.encodings import FP8_BLOCK
+from ds_runtime.weights.loaders import encodings
 from ds_runtime.weights.quant import PartRequest, Place, read_part
 from examples import examples
 
@@ -45,7 +45,7 @@ def make(rows: int, cols: int, block: tuple[int, int], scale: str = "F32", seed:
 def request(folder: Path, shape, block, rows, cols, index=None, first_row=0) -> PartRequest:
     names = {"weight": "m.weight", "scale": "m.weight_scale_inv"}
     place = Place(names, shape, index, first_row)
-    encoding = replace(FP8_BLOCK, block=block)
+    encoding = replace(encodings.rows("fp8_block", "weight_scale_inv"), block=block)
     return PartRequest(Checkpoint(folder), {}, "m", encoding, place, rows, cols)
 
 

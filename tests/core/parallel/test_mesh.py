@@ -38,9 +38,11 @@ def test_the_groups_of_each_axis_partition_the_ranks(mesh):
 
 @given(meshes())
 def test_a_coordinate_is_one_rank_and_the_way_back(mesh):
-    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    found = [tuple(mesh.at(rank, axis) for axis in AXES) for rank in range(mesh.size)]
     for rank, at in enumerate(found):
-        assert mesh.rank_at(at.pp, at.attn_dp, at.cp, at.attn_tp) == rank
+        own = dict(zip(AXES, at, strict=True))
+        group = own["attn_dp"] * mesh.cp + own["cp"]
+        assert own["pp"] * mesh.tp + group * mesh.attn_tp + own["attn_tp"] == rank
         assert all(0 <= n < mesh.extent(axis) for axis, n in zip(AXES, at, strict=True))
     assert len(set(found)) == mesh.size
 
@@ -74,7 +76,7 @@ def test_eight_ranks_in_two_groups_of_attention():
     assert mesh.groups("attn_tp") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert mesh.groups("attn_dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert mesh.groups("tp") == (tuple(range(8)),) and mesh.groups("pp")[0] == (0,)
-    assert mesh.coordinate(5) == (0, 5, 0, 1, 1, 0, 0)
+    assert [mesh.at(5, axis) for axis in AXES] == [0, 5, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ds_runtime.parallel.sums.kinds import (
     MOST,
     ONE_SHOT,
     TWO_SHOT,
+    Sums,
     SumSizes,
     chosen,
     received,
@@ -197,7 +198,7 @@ def test_ranks_that_divide_heads_sum_by_size(dp):
     """And no others: a buffer that nobody uses takes memory."""
 
     def run(comm):
-        return comm, World(Mesh(4, dp), comm, sums=LIMITS)
+        return comm, World(Mesh(4, dp), comm, sums=Sums(LIMITS))
 
     for comm, world in of_ranks(4, run):
         heads = world.group("attn_tp")
@@ -208,7 +209,7 @@ def test_ranks_that_divide_heads_sum_by_size(dp):
 
 
 def test_sums_in_order_have_no_other_kinds():
-    world = of_ranks(2, lambda comm: World(Mesh(2), comm, True, LIMITS))[0]
+    world = of_ranks(2, lambda comm: World(Mesh(2), comm, True, Sums(LIMITS)))[0]
     assert isinstance(world.group("tp"), InOrder) and not world.everyone.asked
 
 
@@ -239,9 +240,9 @@ def test_every_rank_knows_what_the_group_of_rank_0_could_set_up(dp, without):
     lacking = [(ONE_SHOT,) if rank == without else FAST for rank in range(4)]
 
     def run(comm):
-        world = World(Mesh(4, dp), comm, sums=LIMITS)
+        world = World(Mesh(4, dp), comm, sums=Sums(LIMITS))
         group = world.group("attn_tp")
-        return world.sums, group.sizes, float(group.all_reduce(torch.ones(32))[0])
+        return world.sums.sizes, group.sizes, float(group.all_reduce(torch.ones(32))[0])
 
     left = SumSizes(((ONE_SHOT, 64),))
     each, found = 4 // dp, of_ranks(4, run, lacking=lacking)
@@ -251,6 +252,6 @@ def test_every_rank_knows_what_the_group_of_rank_0_could_set_up(dp, without):
 
 
 def test_a_world_without_other_kinds_knows_it():
-    worlds = of_ranks(2, lambda comm: World(Mesh(2), comm, True, LIMITS).sums)
+    worlds = of_ranks(2, lambda comm: World(Mesh(2), comm, True, Sums(LIMITS)).sums)
     worlds += of_ranks(2, lambda comm: World(Mesh(2), comm).sums)
-    assert worlds == [SumSizes()] * 4
+    assert worlds == [Sums()] * 4

@@ -19,6 +19,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point, _packed
 from ds_runtime.ops.declare import OpWork
+from ds_runtime.parallel.sums.kinds import FAST
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.predict import step as steps
 from ds_runtime.predict.calls import Step, calls, crossed
@@ -186,6 +187,25 @@ def test_a_step_is_the_sum_of_its_calls(tmp_path, mesh):
     assert found.by.get(steps.COLLECTIVES, 0) == pytest.approx(2 * moves)
     assert not found.unmeasured
     assert (found.nbytes > 0) == bool(mesh)
+
+
+def test_costs_without_small_sums_count_them_as_the_librarys(tmp_path):
+    """The file of a device has sizes for them, and the one that is asked was made before."""
+    given = {"tp": 2, "model": str(written(tmp_path)), "dtype": "bfloat16", "disable_graph": True}
+    step = Step("decode", 8, 8, 32)
+    assembly = assemble(EngineConfig(**given), set(given), device="h200")
+    assert {one.kind for one in crossed(assembly, step)} & set(FAST)
+    library = assemble(
+        EngineConfig(**given, disable_custom_all_reduce=True), set(given), device="h200"
+    )
+    curve = {2: ((1, 1e-3), (1 << 40, 1e-3))}
+    older = costs(collectives={kind: curve for kind in KINDS if kind not in FAST})
+    found, same = (steps.predict(one, older, step) for one in (assembly, library))
+    assert found.by[steps.COLLECTIVES] == same.by[steps.COLLECTIVES] >= 1e-3
+    assert not any(name.endswith("between ranks") for name in found.unmeasured)
+    said = "one-shot and two-shot sums were not measured, counted as the library's"
+    assert said in steps.notes(assembly, older, [found])
+    assert said not in steps.notes(library, older, [same])
 
 
 def test_what_was_not_measured_is_named_and_takes_its_roof(tmp_path):

@@ -122,7 +122,7 @@ def test_the_page_tells_of_snapshots_where_there_may_be_some(total, said):
         """,
         metrics.text().decode(),
     )
-    assert dict(found)["Snapshots, kept / used / evicted"] == said
+    assert dict(found)["Snapshots of states, kept / used / evicted"] == said
 
 
 @node
@@ -140,7 +140,7 @@ def test_the_page_tells_of_host_memory_where_it_is_used(total, said):
         """,
         metrics.text().decode(),
     )
-    assert dict(found)["Host memory, pages kept / tokens found there"] == said
+    assert dict(found)["Host memory, pages kept / prompt tokens read"] == said
 
 
 @node
@@ -175,11 +175,48 @@ def test_the_page_tells_which_kinds_of_sums_serve(before, now, said):
     assert found["All-reduces, one-shot / two-shot / others"] == said
 
 
-def tiles(before, now):
-    """What the page shows after two readings, by title."""
-    readings = [
-        Metrics([EngineView(lambda s=s: s, lambda: None, lambda: True)], "m") for s in (before, now)
+@node
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ((0, 0.0, {}), (4, 0.1, {0: 0.0, 1: 0.1, 2: 0.02}), "rank 1, 25 ms"),
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (8, 9.002, {0: 8.0, 1: 1.002}), "rank 1, 0.5 ms"),
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (2, 0.2, {0: 0.2, 1: 0.0}), "rank 0, 100 ms"),  # restarted
+        ((4, 9.0, {0: 8.0, 1: 1.0}), (4, 9.0, {0: 8.0, 1: 1.0}), "–"),
+        ((0, 0.0, {}), (0, 0.0, {}), "–"),
+        # Each rank is the last of every other step, by 10 ms.
+        ((0, 0.0, {}), (8, 0.08, {0: 0.04, 1: 0.04}), "rank 0, 5 ms"),
+    ],
+)
+def test_the_page_names_the_last_rank(before, now, said):
+    made = [
+        Stats(skew_steps=steps, skew_seconds=seconds, rank_late=late)
+        for steps, seconds, late in (before, now)
     ]
+    assert tiles(*made)["Last rank, and its delay per step"] == said
+
+
+@node
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [((96, 4), "rank 1 of engine 1, 100 ms"), ((4, 0), "rank 0 of engine 0, 0.25 ms")],
+)
+def test_the_page_names_the_last_rank_of_several_engines(steps, said):
+    late = [{0: 0.001, 1: 0.0}, {0: 0.0, 1: 0.1 * steps[1]}]
+    now = [
+        Stats(skew_steps=n, skew_seconds=max(of.values()), rank_late=of)
+        for n, of in zip(steps, late, strict=True)
+    ]
+    assert tiles([Stats(), Stats()], now)["Last rank, and its delay per step"] == said
+
+
+def tiles(*readings):
+    """What the page shows after two readings, each of one engine or of several, by title."""
+    texts = []
+    for reading in readings:
+        engines = reading if isinstance(reading, list) else [reading]
+        views = [EngineView(lambda s=s: s, lambda: None, lambda: True) for s in engines]
+        texts.append(Metrics(views, "m").text().decode())
     found = run_node(
         """
         const { parse } = await import(`${pages}/metrics.js`);
@@ -188,7 +225,7 @@ def tiles(before, now):
         const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
         console.log(JSON.stringify(all));
         """,
-        *(metrics.text().decode() for metrics in readings),
+        *texts,
     )
     return dict(found)
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from server_harness import serving, until
+
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.process.loop import EngineLoop
+from ds_runtime.engine.schedule.adapters import Adapters
+from ds_runtime.errors import CheckpointError
 
 
 @pytest.fixture
@@ -73,10 +81,14 @@ def test_each_prompt_may_have_an_adapter_of_its_own(adapting):
     leaving.start()
     until(lambda: models(adapting) == ["fake", "a"])
     assert leaving.is_alive()
+    unknown = adapting.post("/generate", text="x", lora_path="c"), unload(adapting, "c")
     adapting.post("/abort_request", rid="two")
     for thread in (running, leaving):
         thread.join(10)
     assert box[0].status_code == 200 and models(adapting) == ["fake", "a"]
+    for reply, remedy in zip(unknown, (": name a", "; loaded are: a"), strict=True):
+        said = error(reply, 400, "'c' is n")["message"]
+        assert said.endswith(remedy), "what leaves is no remedy"
 
 
 def test_models_are_listed_and_unknown_ones_refused(adapting):
@@ -86,7 +98,7 @@ def test_models_are_listed_and_unknown_ones_refused(adapting):
     assert adapting.http.get("/v1/models/a").json() == listed[1]
     error(adapting.chat("[say so]", model="b"), 404, "model 'b' is not served here: use 'fake' or")
     reply = adapting.post("/generate", text="x", lora_path="b")
-    assert error(reply, 400, "'b' is the name of no adapter; loaded are: a")["param"] == "lora_path"
+    assert error(reply, 400, "'b' is no loaded adapter: name a")["param"] == "lora_path"
 
 
 def test_an_adapter_that_cannot_be_loaded_changes_nothing(adapting):
@@ -99,6 +111,42 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(adapting):
     error(adapting.post("/v1/load_lora_adapter", lora_name=3, lora_path="x"), 400, "lora_name")
     assert models(adapting) == ["fake", "a"]
     assert adapting.chat("[say so]", model="a").status_code == 200
+
+
+def really(served, num_slots):
+    """Loading as engines have it, but for the weights."""
+
+    def put(message):
+        if "bad" in message.folder:
+            raise CheckpointError(f"{message.folder}: rank 3 found, 4 expected")
+
+    table = Adapters(LoraPlan(num_slots, 8, 8, frozenset(), ()), stamps=())
+    engine = SimpleNamespace(adapters=table, leader=None, runner=SimpleNamespace(put_adapter=put))
+    engine.load_adapter = partial(Engine.load_adapter, engine)
+    served.engine.adapt = partial(
+        EngineLoop._adapt, SimpleNamespace(engine=engine, emit=served.engine.send)
+    )
+
+
+def test_a_refusal_names_the_field_that_is_wrong(bpe_folder):
+    with serving(bpe_folder) as served:
+        really(served, num_slots=2)
+        assert load(served, "a").status_code == 200
+        for name, said in (
+            ("b c", "must be 1 to 128 characters without spaces"),
+            ("a", "'a' is loaded already, from /adapters/a"),
+        ):
+            assert error(load(served, name), 400, said)["param"] == "lora_name"
+        found = error(load(served, "b", "/bad"), 400, "/bad: rank 3 found, 4 expected")
+        assert found["param"] == "lora_path"
+        assert load(served, "b").status_code == 200
+        found = error(load(served, "c"), 400, "all 2 slots are in use (--max-loras), by a, b")
+        assert found["param"] == "lora_name"
+        assert models(served) == ["fake", "a", "b"]
+    with serving(bpe_folder) as served:
+        really(served, num_slots=0)
+        found = error(load(served, "a"), 400, "start it with --max-loras N")
+        assert found["param"] == "lora_name"
 
 
 def test_unloading_waits_for_those_that_run_and_takes_no_more(adapting):

@@ -22,7 +22,7 @@ def error(response, status):
 CHAT = {"messages": [{"role": "user", "content": "[say ok]"}]}
 BAD_CHAT = [
     ({"temperature": -1}, "temperature", "between 0.0 and 100.0"),
-    ({"temperature": "hot"}, "temperature", '"hot": should be a valid number'),
+    ({"temperature": "hot"}, "temperature", '"hot": must be a number'),
     ({"temperature": 10**400}, "temperature", "temperature"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_p": 1.5}, "top_p", "between"),
@@ -40,7 +40,7 @@ BAD_CHAT = [
     ({"n": 129}, "n", "between 1 and 128"),
     ({"seed": 1 << 63}, "seed", "between"),
     ({"stop": ["a", ""]}, "stop", "empty string"),
-    ({"stop": [1]}, "stop[0]", "valid string"),
+    ({"stop": [1]}, "stop[0]", "must be a string"),
     ({"stop": ["x"] * 65}, "stop", "at most 64"),
     ({"stop_token_ids": [512]}, "stop_token_ids", "ids are 0 to 511"),
     ({"logit_bias": {"512": 1}}, "logit_bias", "ids are 0 to 511"),
@@ -50,7 +50,7 @@ BAD_CHAT = [
     ({"logit_bias": {"5": 101}}, "logit_bias", "within ±100"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: must be"),
-    ({"logprobs": 3}, "logprobs", "boolean"),
+    ({"logprobs": 3}, "logprobs", "must be true or false"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "between"),
     ({"priority": 1 << 40}, "priority", "less than"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
@@ -58,14 +58,14 @@ BAD_CHAT = [
     ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
     ({"zzz": 1}, "zzz", "remove it"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object is"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         "response_format.json_schema.schema",
         "is missing",
     ),
     ({"json_schema": "{"}, "json_schema", "is no JSON"),
-    ({"json_schema": False}, "json_schema", "should be an object"),
+    ({"json_schema": False}, "json_schema", "must be an object"),
     ({"regex": ""}, "regex", "must be a text that is not empty"),
     ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf both rule the output: send one"),
     ({"ebnf": "x" * 300_000}, "ebnf", "at most 262144"),
@@ -77,18 +77,22 @@ BAD_CHAT = [
     ({"tool_choice": {"type": "function"}}, "tool_choice", "must be none, auto, required"),
     ({"tool_choice": 3}, "tool_choice", "must be none, auto, required"),
     ({"audio": {}}, "audio", "leave it out"),
-    ({"messages": []}, "messages", "should be a list of at least 1 item, not of 0"),
-    ({"rid": "a b"}, "rid", "should be printable ASCII without white space"),
+    ({"messages": []}, "messages", "must be a list of at least 1 item, not of 0"),
+    ({"rid": "a b"}, "rid", "must be printable ASCII without white space"),
     (
         {"chat_template_kwargs": {"thinking": "no"}},
         "chat_template_kwargs.thinking",
         "true or false",
     ),
-    ({"reasoning_effort": 3}, "reasoning_effort", "valid string"),
-    ({"messages": None}, "messages", "valid list"),
+    ({"reasoning_effort": 3}, "reasoning_effort", "must be a string"),
+    ({"messages": None}, "messages", "must be a list"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'system'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string or should be"),
+    (
+        {"messages": [{"role": "user", "content": 3}]},
+        "messages[0].content",
+        "must be a string or a list",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0].type",
@@ -105,7 +109,11 @@ BAD_CHAT = [
     ({"user": {"a": [{"\udc00": 1}]}}, "user", "unpaired surrogate \\udc00"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0: must"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not set 'tools'"),
-    ({"messages": [{"role": "tool", "content": [], "x": {"y": 1}}], "tools": [1]}, "tools[0]", "d"),
+    (
+        {"messages": [{"role": "tool", "content": [], "x": {"y": 1}}], "tools": [1]},
+        "tools[0]",
+        "an",
+    ),
     ({"tools": [{"type": "function"}]}, "tools[0]", "only"),
     (
         {"tools": [{"type": "function", "function": {"name": 'f" string="true'}}]},
@@ -178,7 +186,7 @@ BAD_NATIVE = [
         "sampling_params.max_tokens 3 is not supported: did you mean 'max_new_tokens'?",
     ),
     ("/detokenize", {"tokens": [512]}, "token id 512"),
-    ("/detokenize", {"tokens": "a"}, "valid list"),
+    ("/detokenize", {"tokens": "a"}, "must be a list"),
 ]
 
 
@@ -192,7 +200,8 @@ def test_bad_native(served, path, body, message):
     [
         (b'{"messages": [}', "not valid JSON: Expecting value at line 1, column 15"),
         (b'{\n "a": 1\n "b"}', "at line 3, column 2"),
-        (b"", "line 1, column 1"),
+        (b"", "the body is empty: send a JSON object"),
+        (b" \n", "the body is empty"),
         (b"[]", "is a JSON array: an object is needed"),
         (b'"x"', "is a JSON string"),
         (b"\xff{}", "not UTF-8: byte 0 is 0xff"),
@@ -202,7 +211,7 @@ def test_bad_native(served, path, body, message):
         (b"[" * 60_000, "nested too deeply"),
         (b'{"messages": ' + b'{"a":' * 60_000, "nested too deeply"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_bad_json(served, raw, message):
     found = error(served.http.post("/v1/chat/completions", content=raw), 400)

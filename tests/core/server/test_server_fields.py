@@ -141,7 +141,7 @@ def test_what_is_no_object_where_one_is_needed_is_told_in_words_of_json(kind, na
     with pytest.raises(ApiError) as caught:
         validate(kind, {**least(kind), name: value})
     assert caught.value.param == name
-    assert caught.value.message.startswith(f"{name} is {json.dumps(value)}: should be an object")
+    assert caught.value.message.startswith(f"{name} is {json.dumps(value)}: must be an object")
     assert nested_bodies(kind)[name].__name__ not in caught.value.message
 
 

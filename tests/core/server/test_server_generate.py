@@ -6,8 +6,12 @@ import json
 import re
 
 import pytest
+from fake_engine import EOS, VOCAB
 from server_harness import serving
 
+from ds_runtime.engine.messages import Failed
+from ds_runtime.errors import RequestError
+from ds_runtime.grammar.compile import Compiler
 from ds_runtime.server.http.body import validate
 from ds_runtime.server.protocols.fields import NATIVE
 from ds_runtime.server.protocols.native import GenerateRequest
@@ -212,17 +216,21 @@ BAD = [
     ({"token_ids_logprob": [1]}, "token_ids_logprob", "leave it out"),
     ({"return_hidden_states": True}, "return_hidden_states", "leave it out or send false"),
     ({"session_params": {"id": "x"}}, "session_params", "leave it out"),
-    ({"lora_path": "x"}, "lora_path", "name of no adapter"),
-    ({"lora_path": ["x"]}, "lora_path", "name of no adapter"),
-    ({"text": ["a", "b"], "lora_path": ["", "x"]}, "lora_path", "name of no adapter"),
+    ({"lora_path": "x"}, "lora_path", "is no loaded adapter: load it first"),
+    ({"lora_path": ["x"]}, "lora_path", "is no loaded adapter: load it first"),
+    (
+        {"text": ["a", "b"], "lora_path": ["", "x"]},
+        "lora_path",
+        "is no loaded adapter: load it first",
+    ),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries, but there are 2"),
     ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "has 'x' twice"),
-    ({"text": ["a", "b"], "rid": ["x", 3]}, "rid[1]", "should be a valid string"),
+    ({"text": ["a", "b"], "rid": ["x", 3]}, "rid[1]", "must be a string"),
     ({"text": ["a", "b"], "rid": ["x", "y z"]}, "rid[1]", "without white space"),
     ({"rid": ["x"]}, "rid", "is a list, but there is one prompt: send a string"),
     ({"cache_salt": ["x"]}, "cache_salt", "is a list, but there is one prompt: send a string"),
     ({"text": ["a", "b"], "cache_salt": ["x"]}, "cache_salt", "1 entries, but there are 2"),
-    ({"text": ["a", "b"], "cache_salt": ["x", 3]}, "cache_salt[1]", "should be a valid string"),
+    ({"text": ["a", "b"], "cache_salt": ["x", 3]}, "cache_salt[1]", "must be a string"),
     ({"text": ["a", "b"], "lora_path": ["x"]}, "lora_path", "1 entries, but there are 2"),
     ({"text": ["a"], "token_ids_logprob": [[1]]}, "token_ids_logprob", "leave it out"),
     ({"text": ["a", "b"], "session_params": [{}, {"id": "x"}]}, "session_params", "leave it out"),
@@ -235,6 +243,44 @@ def test_bad_requests_name_the_field(served, body, param, said):
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize("regex, reason", [("a(b", "unclosed group"), ("*", "repetition operator")])
+def test_a_wrong_regex_is_said_in_the_client_s_words(
+    served, bpe_folder, monkeypatch, regex, reason
+):
+    """By the field that was sent, and without the grammar that the library makes of it."""
+    compiler = Compiler(bpe_folder, VOCAB, [EOS])
+
+    def admit(submit):
+        with pytest.raises(RequestError) as caught:
+            compiler.compile(submit.params.rules)
+        failed = Failed(submit.rid, "invalid", caught.value.said, caught.value.param)
+        served.engine.send(failed)
+
+    monkeypatch.setattr(served.engine, "admit", admit)
+    for text in ("x", ["x", "y"]):
+        answer = served.post("/generate", text=text, sampling_params={"regex": regex})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "sampling_params.regex"
+        assert error["message"].startswith("sampling_params.regex cannot be compiled: ")
+        assert reason in error["message"] and len(error["message"]) < 120
+        assert not re.search(r"start:|lark|\berror\b|\|", error["message"])
+    answer = served.post("/generate", text=["x"], sampling_params=[{"regex": regex}])
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("regex", ["\\", "a\\", "a\\\\\\"])
+def test_a_regex_does_not_end_in_half_an_escape(served, regex):
+    answer = served.post("/generate", text="[say ok]", sampling_params={"regex": regex})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "sampling_params.regex"
+    assert error["message"] == "sampling_params.regex: ends in a backslash: write two for one"
+    begun = len(served.engine.submits)
+    whole = served.post("/generate", text="[say ok]", sampling_params={"regex": regex + "\\"})
+    assert whole.status_code == 200 and len(served.engine.submits) == begun + 1
 
 
 def test_lists_whose_entries_ask_for_nothing(served):

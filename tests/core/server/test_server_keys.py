@@ -136,7 +136,7 @@ def test_keys_that_no_header_carries(fields, said):
         (b"a\n\xff\n", "is not UTF-8 at byte 2"),
         (b"good\nse\x00cret\n", "line 2: must be printable"),
         (b"x" * ((1 << 20) + 1), "more than 1048576 bytes"),
-        (None, "is no file"),
+        (None, "cannot be read: No such file or directory; give a file with one key a line"),
     ],
     ids=range(6),
 )

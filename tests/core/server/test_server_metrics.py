@@ -99,6 +99,9 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         expert_tokens={3: [5, 0], 4: [1, 4]},
         sums={"one_shot": 12, "all_reduce": 3},
         sum_bytes={"one_shot": 4096.0, "all_reduce": 1e9},
+        skew_steps=4,
+        skew_seconds=0.5,
+        rank_late={0: 0.0, 1: 0.5},
     )
     found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
@@ -120,6 +123,9 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         assert found["all_reduces_total", ("kind", kind)] == count
         nbytes = found["all_reduce_bytes_per_rank_total", ("kind", kind)]
         assert nbytes == stats.sum_bytes[kind]
+    assert found["skew_seconds_total",] / found["skew_steps_total",] == 0.125
+    for rank, late in stats.rank_late.items():
+        assert found["rank_late_seconds_total", ("rank", str(rank))] == late
     chosen = {key[1:]: n for key, n in found.items() if key[0] == "expert_tokens_total"}
     assert chosen == {
         (("expert", str(e)), ("layer", str(layer))): n
@@ -143,7 +149,13 @@ def fake_ready():
 
 
 def test_no_figure_of_the_engine_is_forgotten():
-    named = {"compilations", "expert_tokens", "sums", "sum_bytes"}  # have labels of their own
+    named = {
+        "compilations",
+        "expert_tokens",
+        "sums",
+        "sum_bytes",
+        "rank_late",
+    }  # have labels of their own
     assert {field for field, *_ in STATS} | named == set(Stats.__struct_fields__)
 
 

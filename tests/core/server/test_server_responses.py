@@ -176,7 +176,7 @@ def test_structured_parse(client):
 BAD = [
     ({}, "input", "missing"),
     ({"input": []}, "input", "at least 1 item"),
-    ({"input": 3}, "input", "valid"),
+    ({"input": 3}, "input", "must be a string or a list"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user, assistant"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "text or a list of parts"),
     (
@@ -213,6 +213,18 @@ def test_bad_requests_name_the_client_s_field(parsing, body, param, said):
     assert answer.status_code in (400, 404), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+def test_only_who_continues_a_response_is_told_to_send_its_conversation(served):
+    begun = {"model": "fake", "input": "x", "previous_response_id": "resp_x"}
+    remedy = ": send the whole conversation as input"
+    for reply, told in (
+        (served.post("/v1/responses", **begun), True),
+        (served.http.get("/v1/responses/resp_x"), False),
+        (served.http.delete("/v1/responses/resp_x"), False),
+    ):
+        assert reply.status_code == 404 and "no such response is kept" in reply.text
+        assert (remedy in reply.text) is told, reply.text
 
 
 def test_a_kept_response_comes_as_a_stream(client):

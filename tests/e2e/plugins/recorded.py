@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ds_runtime.api import OPS, Kernel, RowOwners, hookimpl
+from ds_runtime.api import OPS, Kernel, Promises, RowOwners, hookimpl
 from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.attention.index import _rotated, hadamard
@@ -93,6 +93,9 @@ def index_scores(q, weights, cache, page_table, owners, lens):
     seen = torch.arange(keys.shape[1], device=q.device) < lens.unsqueeze(1)
     keys = torch.where(seen.unsqueeze(-1), keys, 0.0)
     return torch.einsum("rht,rh->rt", torch.einsum("rhd,rtd->rht", q, keys).relu(), weights)
+
+
+PROMISES = Promises()  # of what follows
 
 
 class MlaDecode:
@@ -196,7 +199,7 @@ def ds_attention(facts):
     return [
         offer("cache_write", "cache_write", layouts=PAGES),
         offer("cache_move", "cache_move", layouts=PAGES),
-        offer("mla_decode", "MlaDecode", layouts=PAGES),
+        offer("mla_decode", "MlaDecode", layouts=PAGES, promises=PROMISES),
         offer("index_prologue", "index_prologue", layouts=KEYS),
         offer("index_scores", "index_scores", layouts=KEYS),
     ]

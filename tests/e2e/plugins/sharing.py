@@ -1,6 +1,7 @@
 """The CPU as a platform whose ranks have other kinds of all-reduce, made of Gloo's collectives.
 Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes. `$SUMS_LACKED`:
-rank and kind that this rank cannot set up, as "1 one_shot".
+rank and kind that this rank cannot set up, as "1 one_shot". `$ORDER_LACKED`: no rank can set up a
+kernel that adds ranks in order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class Sharing(HostCommunicator):
         rank, *lacked = os.environ.get("SUMS_LACKED", "-1").split()
         kinds = {*KINDS} - {*lacked} if rank == str(self.rank) else KINDS
         return {kind: partial(self._sum, kind) for kind in kinds}
+
+    def ordered_sum(self, values):
+        return None if "ORDER_LACKED" in os.environ else self._in_order
+
+    def _in_order(self, x):
+        self._note("in_order", x)
+        parts = super().gather_rows(x.reshape(1, -1)).float()
+        return parts[0] + parts[1]
 
     def _sum(self, kind, x):
         assert x.is_contiguous() and 0 < x.numel() * x.element_size() <= self.most
@@ -55,6 +64,7 @@ class SharingPlatform(CpuPlatform):
     name = "sharing"
     score = -1
     fast_sums = {"host": (2,)}  # noqa: RUF012
+    ordered_sums = fast_sums
 
     def info(self, rank=0):
         return replace(super().info(rank), link="host")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_runtime.cli.run.remote import Remote, RemoteError
 from ds_runtime.config.fields import flag_of
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.text.parsers.events import Content, Reasoning
 from ds_runtime.text.parsers.reasoning import ReasoningParser
 
@@ -71,6 +71,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Answer once, or converse until the end of input."""
+    tools = _tools(args.tools)
     remote = Remote(args.base_url, args.api_key)
     terminal = sys.stdout.isatty()
     chat = Chat(
@@ -78,7 +79,7 @@ def run(args: Namespace) -> int:
         args.model or remote.model(),
         Screen(terminal, terminal if args.thinking is None else args.thinking),
         system=args.system,
-        tools=_tools(args.tools),
+        tools=tools,
         params={name: v for name in _PARAMS if (v := getattr(args, name)) is not None},
     )
     if args.message is None and sys.stdin.isatty():
@@ -95,9 +96,9 @@ def _tools(path: str | None) -> list[Any] | None:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"--tools {path}: cannot be read: {e}") from e
+        raise unreadable(f"--tools {path}", e, "a JSON file with a list of tools") from e
     if not isinstance(found, list):
-        raise ConfigError(f"--tools {path}: holds no JSON list of tools")
+        raise ConfigError(f"--tools {path}: holds no list; give a JSON file with a list of tools")
     return found
 
 

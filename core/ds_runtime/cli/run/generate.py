@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace, _SubParsersAction
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.fields import flag_of
 from ds_runtime.description.adapter import AdapterSpec
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, FieldPath, RequestError
 
 if TYPE_CHECKING:
     from ds_runtime.sampling_params import SamplingParams
@@ -87,6 +88,22 @@ def chosen_adapter(given: Sequence[str], asked: str | None) -> str | None:
 
 def run(args: Namespace) -> int:
     """Generate and stream."""
+    with _flags_named():
+        return _run(args)
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """What errors say of fields of SamplingParams, they say of the flags."""
+    try:
+        yield
+    except RequestError as e:
+        flags = {name: flag_of(name) for name in (*(name for name, *_ in SAMPLING), "stop")}
+        said = (flags.get(str(p), p) if isinstance(p, FieldPath) else p for p in e.said)
+        raise RequestError(tuple(said), e.param) from e
+
+
+def _run(args: Namespace) -> int:
     config, explicit = build(EngineConfig, args)
     adapter = chosen_adapter(config.lora, args.adapter)
     params = sampling_params(args)

@@ -47,9 +47,9 @@ class OpByOp:
     prompts, between whose attentions they run.
     """
 
-    def __init__(self, parts: Parts, prefills: PrefillGraphs | None = None) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.prefills = prefills
+        self.prefills: PrefillGraphs | None = None
         self._branching = branching(parts.shape)
 
     def begin(self, handle: Handle, judges: bool) -> _EagerStep:

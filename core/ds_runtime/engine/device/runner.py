@@ -25,7 +25,7 @@ from ds_runtime.engine.device.op_by_op import OpByOp
 from ds_runtime.engine.device.parts import Parts
 from ds_runtime.engine.device.precompile import Ahead
 from ds_runtime.engine.device.programs import Programs, Rest
-from ds_runtime.engine.schedule.absorbing import most_absorbed
+from ds_runtime.engine.device.waits import Waits
 from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
@@ -69,6 +69,7 @@ class Runner:
         self.config = assembly.config
         self.platform = assembly.platform
         self.device = self.platform.device(local_rank)
+        self.waits = Waits(self.comm, self.platform.asynchronous, self.device)
         self.context_length = context_length(assembly)
         self.max_pages = -(-self.context_length // self.config.page_size)
         self.bound = bound or BoundOps(assembly.binding)
@@ -185,8 +186,7 @@ class Runner:
         sharing += sum(self.platform.device(rank) == self.device for rank in others)
         memory = self.platform.memory(self.local_rank)
         room = Room(memory.total // sharing, before // sharing, memory.free // sharing)
-        absorbed = most_absorbed(self.assembly, self.bound.stateful.values(), self.context_length)
-        mine = kv_memory(self.assembly, room, self.context_length, absorbed)
+        mine = kv_memory(self.assembly, room, self.context_length)
         fewest = mine.fewest(self.comm.gather_objects(mine))
         if fewest.pages < self.max_pages:
             raise mine.too_small(fewest.pages, self.context_length)
@@ -238,7 +238,9 @@ class Runner:
             self.sampler.start(init)
         self.copy(plan)
         handle = Handle(plan)
+        self.waits.begin(plan.step)
         rest, replays = self.programs.launch(handle, alone)
+        self.waits.end()
         if rest is None and self.rank == 0 and handle.arriving is None:
             handle.download()  # in front of saves, which nobody waits for who reads a result
         if self.below is not None:

@@ -291,7 +291,7 @@ class RankGroup:
         return found[0].error()
 
 
-class EngineProcesses:
+class EngineProcesses(RankGroup):
     """The engine of a server: every rank in a process of its own.
 
     `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
@@ -316,34 +316,19 @@ class EngineProcesses:
         mesh = Mesh.of(config)
         ranks = [rank for rank in range(mesh.size) if mesh.host(rank) == config.node_rank]
         specs = [RankSpec(*own, rank, replica) for rank in ranks]
-        self.group = RankGroup(specs, tell, far=config.node_rank > 0)
-
-    def start(self) -> None:
-        """Start the processes; the engine answers with Ready, or `poll` says why not."""
-        self.group.start()
-
-    def poll(self) -> str | None:
-        """Why the engine ended, as a sentence, or None while it lives."""
-        return self.group.poll()
-
-    @property
-    def failure(self) -> errors.DsRuntimeError | None:
-        """The same as an error to raise."""
-        return self.group.failure
-
-    def trace(self) -> None:
-        """Have every process write where each of its threads is."""
-        self.group.trace()
+        super().__init__(specs, tell, far=config.node_rank > 0)
 
     def stop(self, timeout: float = 5.0) -> str | None:
-        """Ask the engine to leave, then end what is left. Why it failed in leaving, if it did."""
-        if self.group.poll() is None:
-            self.group.leave()
+        """Ask rank 0 to leave, if it is here, then end what is left. Why it failed in leaving, if
+        it did.
+        """
+        if not self._far and self.poll() is None:
+            self.leave()
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             socket = connect_push(context, self.to_engine)
             socket.send(encoder.encode(Stop()))
             context.destroy(linger=200)
-        return self.group.stop(timeout)
+        return super().stop(timeout)
 
 
 def _ended(code: int, leaving: bool) -> str:

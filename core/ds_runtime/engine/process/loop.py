@@ -119,12 +119,15 @@ class EngineLoop:
         self.emit(Profiled(message.token, path or "", refused))
 
     def _adapt(self, message: Adapt) -> None:
-        named, engine = message.name, self.engine
-        if message.folder is None:
-            _, refused = _tried(engine.unload_adapter, named)
-        else:
-            _, refused = _tried(engine.load_adapter, named, message.folder)
-        self.emit(Adapted(message.token, engine.adapters.names, refused))
+        named, engine, refused, param = message.name, self.engine, "", None
+        try:
+            if message.folder is None:
+                engine.unload_adapter(named)
+            else:
+                engine.load_adapter(named, message.folder)
+        except RequestError as e:
+            refused, param = str(e), e.param
+        self.emit(Adapted(message.token, engine.adapters.names, refused, param))
 
     def _tell_stats(self, news: bool) -> None:
         """A few times a second; where nothing is under way once, and again after any message."""

@@ -44,26 +44,33 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
     try:
-        return World(spec.mesh, comm, config.batch_invariant, assembly.sums.sizes)
+        shares = not config.disable_custom_all_reduce
+        return World(spec.mesh, comm, config.batch_invariant, assembly.sums, shares)
     except BaseException:
         comm.close()
         raise
 
 
-def start_runner(
-    spec: RankSpec, assembly: Assembly, world: World, *, poison: bool = False
-) -> Runner:
+def start_runner(spec: RankSpec, assembly: Assembly, world: World) -> Runner:
     """Load, allocate and run one step."""
     with during("while it loaded the model"):
-        runner = Runner(assembly, world, spec.local_rank, spec.local_ranks, poison=poison)
+        runner = Runner(assembly, world, spec.local_rank, spec.local_ranks)
     with during("in its first steps"):
         runner.warm_up()
     return runner
 
 
 def differences(here: str, there: str) -> list[str]:
-    """How two plans differ, as JSON."""
-    return difference(json.loads(here), json.loads(there))
+    """How two plans differ in what ranks must have in common, as JSON."""
+    try:
+        mine, other = json.loads(here), json.loads(there)
+    except ValueError:
+        other = None
+    if not isinstance(other, dict):
+        return ["a plan that cannot be read"]
+    if mine["digest"] == other.get("digest"):
+        return []
+    return difference(mine, other) or ["other notes, ranks or refusals"]
 
 
 def follow(spec: RankSpec, member: Member) -> None:
@@ -89,6 +96,8 @@ def follow(spec: RankSpec, member: Member) -> None:
     while (data := member.receive(_LOOK if disk is not None and disk.busy else None)) != b"":
         if data is not None:
             _do(decoder.decode(data), runner, disk)
+            for told in runner.waits.take():
+                member.waited(told)
         for answer in () if disk is None else disk.answers():
             member.tell(answer)
     with during("while it closed"):

@@ -18,6 +18,7 @@ from ds_runtime.errors import ConfigError
 
 _PREFIX, _OWNER = "ds-runtime-", "owner"
 _held: dict[Path, int] = {}  # this process's folders, with the descriptors that lock them
+_LINGER = 500  # milliseconds
 _LONGEST = 100  # a Unix socket path holds about 107 bytes
 
 
@@ -85,12 +86,10 @@ def bind_pull(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Sock
     return socket
 
 
-def connect_push(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, linger_ms: int = 500
-) -> zmq.Socket[bytes]:
-    """A sending socket that never blocks; closing waits `linger_ms` for what is unsent."""
+def connect_push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A sending socket that never blocks; closing waits a moment for what is unsent."""
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, linger_ms)
+    socket.setsockopt(zmq.LINGER, _LINGER)
     socket.connect(address)
     return socket

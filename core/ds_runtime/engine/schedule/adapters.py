@@ -69,7 +69,7 @@ class Adapters:
             )
         if not self._free:
             raise RequestError(
-                f"all {self._num_slots} places are taken (--max-loras), by "
+                f"all {self._num_slots} slots are in use (--max-loras), by "
                 f"{', '.join(self._held)}: unload one first",
                 "lora_name",
             )

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from ds_runtime.engine.messages import Stats
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.step_cost import Load, StepCost
 from ds_runtime.engine.step.plan import StepPlan
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 
 _LEAST = 32  # tokens of a prompt that a step computes in any case
 _FADES = 0.1  # share of the last step in the mean of steps without prompts

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.errors import RequestError
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime.sampling_params import SamplingParams
 
 

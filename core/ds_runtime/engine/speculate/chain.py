@@ -6,6 +6,7 @@ positions, so that they are often right also where requests sample.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class KeptTokens(NamedTuple):
     order: RowOrder | None
 
 
-class Drafts:
+class Drafts(ABC):
     """What drafts behind a step, in `runs` runs of `queries` tokens after the step's own: of any
     number of sequences, op by op, or of `size` on each rank, captured. key: of the state of the
     draft layer's attention; none where that is sparse.
@@ -59,15 +60,15 @@ class Drafts:
             self._buffer = Buffer(room, parts.device)
         self._batches = list[Batch]()  # the runs, of what was recorded if this is captured
 
+    @abstractmethod
     def capture(self, recorder: Recorder, results: Results, what: str) -> None:
         """Record it over dummies alone, from `results` on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, kept: KeptTokens, tell: bool) -> list[Tensor]:
         """Draft after what a step has kept. If drafts are to be told: [works, drafts] ids, and
         where they branch likewise the parents.
         """
-        raise NotImplementedError
 
     def _dummies(self, results: Results) -> KeptTokens:
         """What a recording is made over."""

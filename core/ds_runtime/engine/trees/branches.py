@@ -109,14 +109,7 @@ class Branches:
 class TreeBranching:
     """See `Branching`."""
 
-    def branched(self, rows: int, width: int, device: torch.device) -> Trees:
-        return Trees(rows, width, device)
-
-    def drafts(self, parts: Parts, size: int = 0) -> Tree:
-        return Tree(parts, size)
-
-    def behind(self, parts: Parts, results: Results, verified: Frame) -> Branches:
-        return Branches(parts, results, verified)
+    branched, drafts, behind = Trees, Tree, Branches
 
     def move(self, parts: Parts, batch: Batch, branch: Branch, rows: Tensor, own: Pick) -> None:
         mine = Branch(own(branch.accepted), own(branch.draws))

@@ -79,7 +79,7 @@ class Disk:
         self._ended = EndedFutures()  # of these
         self._fetches: list[Fetch] = []
         self._late = False  # somebody has waited for longer than is waited for
-        self._told = False
+        self._told = ""
         self.num_read = self.bytes_written = self.bytes_read = 0
 
     def room(self, slots: TierSlots) -> int:
@@ -227,9 +227,9 @@ class Disk:
             fetch.done = late or not fetch.left
         self._late &= self._is_asked
         self._fetches = [one for one in self._fetches if not one.done]
-        if self.stopped and not self._told:
-            self._told = True
-            print(f"warning: --disk-cache {self.stopped}", file=sys.stderr, flush=True)
+        if (said := self.stopped) != self._told:  # a file that somebody has to delete comes later
+            self._told = said
+            print(f"warning: --disk-cache {said}", file=sys.stderr, flush=True)
 
     def _take(self, read: _Bringing, nbytes: int) -> None:
         one = read.write

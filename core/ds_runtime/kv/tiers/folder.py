@@ -57,6 +57,7 @@ class DiskFolder:
         self.folder, self.size = folder, size
         self.stopped = ""  # why nothing is written any more
         self._held, self._scanned = 0, -_SCAN
+        self._refused = set[Path]()  # what is never to be read, and may still be there
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
@@ -102,7 +103,8 @@ class DiskFolder:
 
     def has(self, name: bytes, kind: str) -> bool:
         """Whether a file of this name is there, whole or not. kind: "page" or "state"."""
-        return _is_plain(self._path(name, kind))
+        path = self._path(name, kind)
+        return path not in self._refused and _is_page(path)
 
     def reach(self, sought: Iterable[Sought]) -> int:
         """How many of a prompt's pages, from the first on, a request can continue after."""
@@ -118,7 +120,7 @@ class DiskFolder:
         """The bytes that were written: none where the file is there already, or writing has
         stopped. An error of the disk stops it."""
         path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
-        if self.stopped or self._used(path):
+        if self.stopped or self._used(path) or not self._erased(path):
             return 0
         temporary = path.with_name(_temporary())
         try:
@@ -150,26 +152,54 @@ class DiskFolder:
                     _MAGIC, VERSION, _checksum(parts), name, nbytes
                 ):
                     os.utime(file.fileno())  # it is among the last to leave
-                    return os.fstat(file.fileno()).st_nlink > 0  # nobody has deleted it meanwhile
+                    now = os.fstat(file.fileno())
+                    kept = now.st_nlink > 0 and now.st_size == len(head) + nbytes
+                    return kept and path not in self._refused  # nobody has deleted it meanwhile
         except OSError:
             return False
-        self.forget(name, kind)
+        with suppress(OSError):
+            self._erase(path)
         return False
 
     def forget(self, name: bytes, kind: str) -> None:
-        """Delete a file, if it is there."""
-        with suppress(OSError):
-            self._path(name, kind).unlink()
+        """Delete a file, if it is there. One that cannot be is emptied: nobody reads that. Where
+        this fails, too, it is not read here, and writing stops, whose reason says so."""
+        path = self._path(name, kind)
+        try:
+            self._erase(path)
+        except OSError as e:
+            said = f"{path} must not be read any more, and cannot be deleted ({e.strerror})"
+            self.stop(OSError(e.errno, f"{said}: delete it"))
+
+    def _erase(self, path: Path) -> None:
+        """Raises OSError where it stays as it is."""
+        self._refused.add(path)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            with suppress(FileNotFoundError):  # there was none, or another server has deleted it
+                if stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode):
+                    how = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                    os.close(os.open(path, how))
+        self._refused.discard(path)
+
+    def _erased(self, path: Path) -> bool:
+        """Whether nothing is there that must not be read: it may have become possible to delete."""
+        if path in self._refused:
+            with suppress(OSError):
+                self._erase(path)
+        return path not in self._refused
 
     def _path(self, name: bytes, kind: str) -> Path:
         said = name.hex()
         return self.folder / said[:2] / f"{said[2:]}.{kind}"
 
-    @staticmethod
-    def _used(path: Path) -> bool:
+    def _used(self, path: Path) -> bool:
         """Whether it is there; it is among the last to leave then."""
         try:
-            if not _is_plain(path):
+            if path in self._refused or not _is_page(path):
                 return False
             os.utime(path)
         except OSError:
@@ -217,11 +247,13 @@ def _temporary() -> str:
     return f".{secrets.token_hex(16)}.tmp"
 
 
-def _is_plain(path: Path) -> bool:
+def _is_page(path: Path) -> bool:
+    """A file, and not one that is emptied as nobody could delete it."""
     try:
-        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+        found = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
 
 
 def _checksum(parts: Sequence[memoryview]) -> int:

@@ -71,7 +71,7 @@ class HostTier:
         self._only_here: dict[Node, None] = {}  # write_back over a disk: that it does not have
         self.disk: Disk | None = None
         self.pace: BringPace | None = None  # None: nobody has measured, so all is brought
-        self.num_saved = self.num_loaded = 0
+        self.num_loaded = 0
 
     # ---- the prefix cache's side ----
 
@@ -219,7 +219,6 @@ class HostTier:
         """What the next step begins with."""
         saves = [(page, slot) for page, (slot, _) in self._saves.items()]
         noted = Noted(saves, self._loads, self._hurried)
-        self.num_saved += len(saves)
         if self.disk is not None:
             for slot, name in self._saves.values():
                 self.disk.save(self.pages, "page", slot, name)

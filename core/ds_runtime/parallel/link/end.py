@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 from ds_runtime.common.address import is_loopback
 from ds_runtime.common.patience import LINGER, SIGN, SILENCE
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 
 _MOST_BYTES = 1 << 24  # of a message to rank 0: a hello, with its plan
 _FEW = 16  # messages of one connection that wait to be read there
@@ -151,7 +151,8 @@ def secret(file: str | None) -> LinkKeys | None:
     try:
         text = Path(file).read_bytes().strip()
     except OSError as e:
-        raise ConfigError(f"--dist-token-file {file}: cannot be read: {e}") from e
+        give = "a file with a long random word, the same on every machine"
+        raise unreadable(f"--dist-token-file {file}", e, give) from e
     if not text:
         raise ConfigError(f"--dist-token-file {file}: is empty; write a long random word to it")
     made = hashlib.scrypt(text, salt=b"ds-runtime link", n=1 << 14, r=8, p=1, dklen=32)

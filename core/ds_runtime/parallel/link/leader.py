@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -25,6 +26,7 @@ from ds_runtime.parallel.link.messages import (
     Lost,
     RankPlace,
     Told,
+    Waited,
     Welcome,
     Witness,
     first_of,
@@ -35,7 +37,7 @@ _MANY = 1000  # messages that are read in a row
 _LONGEST = 10_000  # characters of a reason
 
 Differ = Callable[[str, str], list[str]]
-"""Says how two plans differ: that of rank 0, and another's."""
+"""Says how two plans differ, that of rank 0 and another's, in what ranks must have in common."""
 
 
 class Leader:
@@ -57,11 +59,12 @@ class Leader:
         self._greeted = set[bytes]()  # their connections
         self._causes: list[Cause] = []
         self._told: list[bytes] = []
+        self._waited = deque[tuple[int, Waited]](maxlen=_MANY)
         self._looked = 0.0
         self._strangers, self._met, self._leaving, self._off = 0, False, False, False
         self._watcher: threading.Thread | None = None
         self._end = LinkEnd(zmq.ROUTER, address, keys)
-        self._decoder = msgspec.msgpack.Decoder(Here | Hello | Cause | Told)
+        self._decoder = msgspec.msgpack.Decoder(Here | Hello | Cause | Told | Waited)
         try:
             self.address = numeric(address)
             self._end.socket.bind(self.address)
@@ -129,6 +132,9 @@ class Leader:
         elif isinstance(said, Told):
             if name.bytes in self._ranks:
                 self._told.append(said.data)
+        elif isinstance(said, Waited):
+            if name.bytes in self._ranks:
+                self._waited.append((self._ranks[name.bytes].rank, said))
         elif 0 < said.rank < self._own.size:
             peer = str(data.get("Peer-Address")) if self._per_node else ""
             place = RankPlace(said.rank, self._per_node or 1, peer)
@@ -186,8 +192,7 @@ class Leader:
                 f"{place} has other weights than rank 0, under the same config.json: give every "
                 "node the same files of --model and --lora"
             )
-        if hello.plan != own.plan:
-            changes = self._differ(own.plan, hello.plan) or ["other notes, ranks or refusals"]
+        if hello.plan != own.plan and (changes := self._differ(own.plan, hello.plan)):
             return (
                 "the ranks decided differently, so they cannot work together; give every rank the "
                 "same packages, devices and flags:"
@@ -259,6 +264,17 @@ class Leader:
                     if not self._read(0 if self._told else milliseconds):
                         break
             found, self._told = self._told, []
+        return found
+
+    def waited(self) -> list[tuple[int, Waited]]:
+        """What other ranks have told of their steps since, with their numbers. Never waits."""
+        with self._end.lock:
+            if not self._end.closing.is_set():
+                for _ in range(_MANY):
+                    if not self._read(0):
+                        break
+            found = [*self._waited]
+            self._waited.clear()
         return found
 
     def _look_for_dead(self) -> None:

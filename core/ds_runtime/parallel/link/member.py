@@ -23,6 +23,7 @@ from ds_runtime.parallel.link.messages import (
     Here,
     Lost,
     Told,
+    Waited,
     Welcome,
     Witness,
     ask_why,
@@ -160,9 +161,16 @@ class Member:
 
     def tell(self, data: bytes) -> None:
         """Answer rank 0."""
+        self._say(Told(data))
+
+    def waited(self, told: Waited) -> None:
+        """Tell rank 0 of a step."""
+        self._say(told)
+
+    def _say(self, message: Told | Waited) -> None:
         with self._end.lock:
             if not self._end.closing.is_set():
-                self._end.say(msgspec.msgpack.encode(Told(data)))
+                self._end.say(msgspec.msgpack.encode(message))
 
     def fail(self, rank: int, message: str) -> str:
         """This rank has failed: returns why the ranks end, as rank 0 says, or this. On one node

@@ -98,6 +98,15 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
+class Waited(msgspec.Struct, frozen=True, tag=True):
+    """How long another rank waited for the others in the step of this number. Only differences
+    between ranks mean something.
+    """
+
+    step: int
+    seconds: float
+
+
 def first_of(causes: Sequence[Cause]) -> Cause:
     """The first cause of several, which are in the order in which they reached rank 0: clocks of
     several machines differ.

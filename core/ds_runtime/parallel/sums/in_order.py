@@ -39,6 +39,11 @@ class InOrder(Through):
         part = self._sum(self._shares(flat))
         return self._group.gather_rows(part)[:count].view(x.shape)
 
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether one kernel adds few values: all ranks of the group could set it up."""
+        return self._at_once is not None
+
     def _few(self, x: Tensor) -> Tensor:
         """The sum of fewer than `MANY` values [n]."""
         if self._at_once is not None and x.numel() and x.element_size() <= 4:

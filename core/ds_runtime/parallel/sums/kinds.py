@@ -67,10 +67,12 @@ LIBRARY_ALONE: Final = SumSizes()
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Of the ranks that divide heads, whose sums follow attention and FFNs. said: for the plan, ""
-    where the platform has the library's kind alone."""
+    where the platform has the library's kind alone. at_once: where ranks add in their order, one
+    kernel adds few values."""
 
     sizes: SumSizes = LIBRARY_ALONE
     said: str = ""
+    at_once: bool = False
 
 
 LIBRARY_SUMS: Final = Sums()

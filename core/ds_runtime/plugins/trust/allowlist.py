@@ -16,12 +16,13 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
+from zipfile import BadZipFile
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Refusal
-from ds_runtime.plugins.trust.code_of import foreign_code
+from ds_runtime.plugins.trust.code_of import Specs, foreign_code
+from ds_runtime.plugins.trust.imports_of import first_file
 
 FORMAT = 1
 _FIELDS = {"distribution", "version", "digest"}
@@ -44,11 +45,12 @@ def digest(distribution: Distribution) -> str:
         raise Unreadable("has no RECORD of its files: install it with pip")
     found = hashlib.sha256()
     for file in sorted(distribution.files, key=str):
-        if file.name in _NOT_CODE or file.suffix == ".pyc" or ".." in file.parts:
-            continue
+        kept = file.parent.name == "__pycache__" and file.match("*.*.pyc")
+        if file.name in _NOT_CODE or kept or ".." in file.parts:
+            continue  # kept bytecode is compared with its source
         try:
-            content = Path(str(file.locate())).read_bytes()
-        except OSError as e:
+            content = file.read_binary()  # out of an archive, too
+        except (OSError, BadZipFile) as e:
             raise Unreadable(f"lacks its file {file}: install it again") from e
         found.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     if (said := foreign_code(distribution)) is not None:
@@ -92,7 +94,8 @@ def read_allowlist(path: str, installed: Iterable[str]) -> Allowlist:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"--plugin-allowlist {path}: cannot be read: {e}") from e
+        made = "an allowlist, as ds-runtime plugins --lock FILE writes it"
+        raise unreadable(f"--plugin-allowlist {path}", e, made) from e
     rows = raw.get("plugins") if isinstance(raw, dict) else None
     if not isinstance(rows, list) or raw.get("format") != FORMAT or not all(map(_is_row, rows)):
         raise ConfigError(
@@ -157,17 +160,14 @@ def search_path() -> tuple[list[str], list[str]]:
 
 def hidden_by(entry: EntryPoint, left: list[str]) -> str | None:
     """Where an entry point's module would come from, if that is the working directory `left`."""
-    if not left:
+    if not left or (found := first_file(entry.module, specs := Specs())) is None:
         return None
-    try:
-        spec = find_spec(entry.module.partition(".")[0])
-    except (ImportError, ValueError):
-        return None  # importing it says so
-    if spec is None or spec.origin is None:
-        return None
-    origin = Path(spec.origin).resolve()
-    if Path.cwd().resolve() not in (origin.parent, origin.parent.parent):
+    module, place = found
+    if (spec := specs[module]) is None or spec.origin is None:
+        return None  # no file
+    depth = module.count(".") + (spec.submodule_search_locations is not None)
+    if [*Path(place).resolve().parents][depth : depth + 1] != [Path.cwd().resolve()]:
         return None
     dist = entry.dist
     url = json.loads((dist.read_text("direct_url.json") if dist else None) or "{}")
-    return None if url.get("dir_info", {}).get("editable") else spec.origin
+    return None if url.get("dir_info", {}).get("editable") else place

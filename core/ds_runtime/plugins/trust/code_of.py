@@ -2,7 +2,8 @@
 
 Its modules may be hidden: by a folder or an extension of the same name, or by a place that is
 searched before. Next to them may be others, and bytecode of something else. And they may import
-what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the distribution.
+what nobody has installed (`imports_of.py`). Every finder is asked, as an import does: those of
+editable installs, and of archives. Torch-free; imports nothing of the distribution.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
     ModuleSpec,
-    PathFinder,
+    NamespaceLoader,
 )
 from importlib.metadata import Distribution
+from importlib.resources.abc import Traversable
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path, PurePath
+from zipfile import Path as ZipPath
+from zipfile import is_zipfile
 
 from ds_runtime.plugins.lazy import top_of
-from ds_runtime.plugins.trust.imports_of import stray
+from ds_runtime.plugins.trust.imports_of import comes_from, stray
 
 _HEADER = 16  # bytes of a .pyc file before its code
 _CACHE = "__pycache__"
@@ -31,27 +35,26 @@ _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)
 def foreign_code(dist: Distribution) -> str | None:
     """What follows the distribution's name in a sentence about such code; None if there is none."""
     files = {
-        Path(str(f.locate())).resolve(): name for f in dist.files or () if (name := _module(f))
+        Path(str(f.locate())).resolve(): (name, f) for f in dist.files or () if (name := _module(f))
     }
-    specs = _Specs()
+    specs = Specs()
     folders = set[Path]()
-    for path, name in files.items():
+    for path, (name, _) in files.items():
         spec = specs[name]
-        if spec is None or spec.origin is None:
-            continue  # nothing is imported by this name
-        origin = Path(spec.origin).resolve()
-        if origin not in files:
+        if spec is None or _is_namespace(spec):
+            continue  # an import by this name runs nothing
+        place = comes_from(spec)
+        if Path(place).resolve() not in files:
             return (
-                f"has module {name}, but that comes from {spec.origin}, which is no file of "
-                f"{dist.name}"
+                f"has module {name}, but that comes from {place}, which is no file of {dist.name}"
             )
         if path.suffix in SOURCE_SUFFIXES and (cached := _other_bytecode(path)):
             return f"has {path}, and {cached} is not what that compiles to: delete it"
-        folders |= {Path(place).resolve() for place in spec.submodule_search_locations or ()}
-    beside = next((p for folder in sorted(folders) for p in _strays(folder, files)), None)
+        folders |= {Path(where).resolve() for where in spec.submodule_search_locations or ()}
+    beside = next((p for folder in sorted(folders) for p in _strays(_opened(folder), files)), None)
     if beside is not None:
         return f"has modules next to {beside}, which is no file of {dist.name}"
-    sources = [path for path in files if path.suffix in SOURCE_SUFFIXES]
+    sources = [f.read_binary() for path, (_, f) in files.items() if path.suffix in SOURCE_SUFFIXES]
     if (found := stray(dist, sources, specs)) is not None:
         name, place = found
         return (
@@ -71,19 +74,25 @@ def _module(file: PurePath) -> str | None:
     return ".".join(parts) if parts and all(map(str.isidentifier, parts)) else None
 
 
-class _Specs(dict[str, ModuleSpec | None]):
+class Specs(dict[str, ModuleSpec | None]):
     """By name, where a module would be imported from; its parents are looked for, not imported."""
 
     def __missing__(self, name: str) -> ModuleSpec | None:
         parent = name.rpartition(".")[0]
+        found = None
         if not parent:
             found = top_of(name)
-        elif (above := self[parent]) is None or not above.submodule_search_locations:
-            found = None
-        else:
-            found = PathFinder.find_spec(name, above.submodule_search_locations)
+        elif (above := self[parent]) is not None:
+            # Empty where a finder of the package's own serves them.
+            within = above.submodule_search_locations
+            found = None if within is None else top_of(name, list(within))
         self[name] = found
         return found
+
+
+def _is_namespace(spec: ModuleSpec) -> bool:
+    """Whether it is a package without a file, of whose own an import runs nothing."""
+    return spec.origin is None and (spec.loader is None or isinstance(spec.loader, NamespaceLoader))
 
 
 def _other_bytecode(source: Path) -> str | None:
@@ -104,10 +113,22 @@ def _other_bytecode(source: Path) -> str | None:
     return None if same else str(cached)
 
 
-def _strays(folder: Path, files: Collection[Path]) -> Iterator[Path]:
+def _opened(folder: Path) -> Traversable | None:
+    """A package's folder, which may be in an archive; None if there is none."""
+    if folder.is_dir():
+        return folder
+    archive = next((place for place in folder.parents if place.is_file()), None)
+    if archive is None or not is_zipfile(archive):
+        return None
+    inside: Traversable = ZipPath(str(archive), f"{folder.relative_to(archive).as_posix()}/")
+    return inside
+
+
+def _strays(folder: Traversable | None, files: Collection[Path]) -> Iterator[Path]:
     """Files of a package that can be imported and are not the distribution's."""
-    for path in sorted(folder.iterdir()):
-        if path.name.endswith(_SUFFIXES) and path.is_file() and path.resolve() not in files:
+    for one in sorted(folder.iterdir(), key=lambda one: one.name) if folder else ():
+        path = Path(str(one))
+        if path.name.endswith(_SUFFIXES) and one.is_file() and path.resolve() not in files:
             yield path
-        elif path.is_dir() and path.name.isidentifier() and path.name != _CACHE:
-            yield from _strays(path, files)
+        elif one.is_dir() and path.name.isidentifier() and path.name != _CACHE:
+            yield from _strays(one, files)

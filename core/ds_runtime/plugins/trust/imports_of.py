@@ -11,14 +11,15 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec
 from importlib.metadata import Distribution, distributions, packages_distributions
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 _BY_NAME = frozenset({"import_module", "__import__"})
 _LAZY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_INTERPRETER: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
 _OURS = "ds_runtime"  # runs already
 
 
@@ -43,45 +44,57 @@ def imported(source: bytes) -> Iterator[str]:
 
 
 def stray(
-    dist: Distribution, sources: Sequence[Path], specs: Mapping[str, ModuleSpec | None]
+    dist: Distribution, sources: Iterable[bytes], specs: Mapping[str, ModuleSpec | None]
 ) -> tuple[str, str] | None:
     """The first module that these sources of a distribution or its entry points name and nobody
-    has installed, with its place; None if there is none. specs: finds modules by their names.
+    has installed, with its place; None if there is none. sources: their contents. specs: finds
+    modules by their names.
     """
     names = {point.module for point in dist.entry_points}
     for source in sources:
-        names |= set(imported(source.read_bytes()))
-    owners: Mapping[str, Sequence[str]] | None = None
+        names |= set(imported(source))
+    owners: Mapping[str, list[str]] | None = None
     seen = set[str]()
     for name in sorted(names):
-        found = _first_file(name, specs)
+        found = first_file(name, specs)
         if found is None or found[0] in seen:
             continue
-        seen.add(found[0])
-        module, origin = found
+        module, place = found
+        seen.add(module)
+        origin = Path(place).resolve()
         if module == _OURS or _is_standard(module, origin):
             continue
         if owners is None:
             owners = packages_distributions()
-        by = [dist.name, *owners.get(module.partition(".")[0], ())]
-        brought = (one.name in by and _has(one, origin) for one in distributions())
-        if not any(brought) and not any(_is_editable_in(one, origin) for one in distributions()):
-            return module, str(origin)
+        by = {dist.name, *owners.get(module.partition(".")[0], ())}
+        # Those whose name it is come first: reading every list of files takes long.
+        likely = sorted(distributions(), key=lambda one: one.name not in by)
+        if not Path(place).is_absolute():  # a loader's name: nobody has that as a file
+            return module, place
+        if not any(_has(one, origin) for one in likely) and not any(
+            _is_editable_in(one, origin) for one in likely
+        ):
+            return module, place
     return None
 
 
-def _first_file(name: str, specs: Mapping[str, ModuleSpec | None]) -> tuple[str, Path] | None:
-    """The outermost package or module on the way to `name` that is a file, and that."""
+def comes_from(spec: ModuleSpec) -> str:
+    """The file that an import runs, or what else it says of itself, or at least its loader."""
+    return spec.origin or f"{type(spec.loader).__module__}.{type(spec.loader).__qualname__}"
+
+
+def first_file(name: str, specs: Mapping[str, ModuleSpec | None]) -> tuple[str, str] | None:
+    """The outermost package or module on the way to `name` that is a file, and that file. One that
+    comes from a loader without a file counts, with the loader's name. None for one of the
+    interpreter's, and for none at all."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         module = ".".join(parts[:count])
         spec = specs[module]
-        if spec is None:
+        if spec is None or spec.loader in _INTERPRETER:
             return None
-        if spec.has_location and spec.origin is not None:
-            return module, Path(spec.origin).resolve()
-        if spec.submodule_search_locations is None:  # in the interpreter
-            return None
+        if spec.origin is not None or not spec.submodule_search_locations:
+            return module, comes_from(spec)
     return None
 
 

@@ -263,7 +263,8 @@ class EngineClient:
         answer = await self._ask(Adapt(name, folder, uuid.uuid4().hex), timeout)
         assert isinstance(answer, Adapted)
         if answer.refused:
-            raise RequestError(answer.refused, "lora_name" if folder is None else "lora_path")
+            param = "lora_name" if folder is None else answer.param or "lora_path"
+            raise RequestError(answer.refused, param)
 
     async def hold(self, message: HoldPages, timeout: float = 60.0) -> bytes:
         """Hold pages of a prompt for another engine; the offer that it needs. RequestError where

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import FieldPath, RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.messages import check_tools, plain_messages
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.generate.rules import asked_format
@@ -152,16 +153,17 @@ def plain_prompts(
         elif _begins_with_id(one):
             check_length(len(one), ready, param)  # before a look at millions of ids
             if not all(type(x) is int for x in one):
-                raise _not_a_prompt(param)
+                raise _not_a_prompt(param, one)
             check_ids(one, ready.vocab_size, param)
             yield Prompt(one)
         else:
-            raise _not_a_prompt(param)
+            raise _not_a_prompt(param, one)
 
 
 def _begins_with_id(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-def _not_a_prompt(param: str) -> RequestError:
-    return RequestError.of(param, " must be a string, a list of token ids, or a list of these")
+def _not_a_prompt(param: str, given: object) -> RequestError:
+    said = f" is {shown(given)}: must be a string, a list of token ids, or a list of these"
+    return RequestError.of(param, said)

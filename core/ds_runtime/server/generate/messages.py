@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import RequestError
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.protocol import ChatMessage
 from ds_runtime.text.parsers.tool_calls import MAX_NAME
 
@@ -112,7 +113,9 @@ def _check_result(result: Plain, before: Sequence[Plain], path: str) -> None:
     calls = next((m for m in reversed(before) if m["role"] != "tool"), {}).get("tool_calls")
     if not calls:
         raise RequestError.of(
-            path, " is a tool result, but no assistant message with tool_calls is before it"
+            path,
+            " is a tool result, but no assistant message with tool_calls is before it: send "
+            "that message, too",
         )
     asked, known = result.get("tool_call_id"), [c.get("id") for c in calls]
     if not isinstance(asked, str | None):

@@ -13,10 +13,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.errors import FieldPath, RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.engines.replicas import Replicas
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.chat import Prompt, chat_prompt, plain_prompts
 from ds_runtime.server.generate.choice import StartParser
 from ds_runtime.server.generate.formats import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_runtime.errors import FieldPath, RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.output_rules import (
     BUDGET_FIELD,
     TOOL_FORMATS,
@@ -14,6 +14,7 @@ from ds_runtime.output_rules import (
     ToolSchema,
     check_budget,
 )
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.protocol import ChatRequest, OpenAIRequest, Sampling
 from ds_runtime.server.protocols.fields import NOTHING, is_neutral
 from ds_runtime.text.parsers.reasoning import opening
@@ -137,9 +138,10 @@ def _response_format(value: Mapping[str, Any]) -> Iterator[OutputRules]:
             named = value.get("json_schema")
             field = "response_format.json_schema"
             if not isinstance(named, Mapping):
-                raise RequestError.of(field, f" is {shown(named)}: an object is needed")
+                said = " is missing" if named is None else f" is {shown(named)}"
+                raise RequestError.of(field, f"{said}: an object with a schema is needed")
             if named.get("schema") is None:
-                raise RequestError.of(f"{field}.schema", " is missing")
+                raise RequestError.of(f"{field}.schema", " is missing: a JSON schema is needed")
             yield OutputRules(json_schema=named["schema"], field=f"{field}.schema")
         case other:
             raise RequestError.of(
@@ -167,7 +169,8 @@ def _calls(body: ChatRequest, parsers: Parsers) -> ToolRules | None:
                 'such as {"type": "function", "function": {"name": "…"}}',
             )
     if not tools:
-        said = "holds no tool" if name is None else f"holds no function {shown(name)}"
+        said = "holds no tool: send one" if name is None else f"holds no function {shown(name)}"
+        said += "" if name is None else ": name one of tools"
         raise RequestError.of("tool_choice", f" demands a call, but tools {said}")
     if parsers.tool_calls is None:
         raise RequestError.of(

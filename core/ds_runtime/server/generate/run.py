@@ -11,9 +11,10 @@ from itertools import islice
 from typing import Any
 
 from ds_runtime.engine.messages import SubmitGroup, Tokens
-from ds_runtime.errors import LogitsError, RequestError, shown
+from ds_runtime.errors import LogitsError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.engines.replicas import Replicas
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.chat import Prompt
 from ds_runtime.server.generate.choice import Choice, Piece, StartParser, make_choices
 from ds_runtime.server.generate.sampling import draw_seed

@@ -13,9 +13,9 @@ import msgspec
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.files import read_settings
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import CheckpointError, FieldPath, RequestError, Said, shown
+from ds_runtime.errors import CheckpointError, FieldPath, RequestError, Said
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.protocol import Sampling
 from ds_runtime.server.generate.rules import plain_rules
 from ds_runtime.text.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from ds_runtime.common.nesting import MAX_NESTING, too_deep
-from ds_runtime.errors import FieldPath, RequestError, Said, shown
-from ds_runtime.server.errors import ApiError, ClientGoneError
+from ds_runtime.errors import FieldPath, RequestError, Said
+from ds_runtime.server.errors import ApiError, ClientGoneError, as_json, shown
 from ds_runtime.server.generate.protocol import Body
 from ds_runtime.server.http.bodies import LARGE, Bodies, Shape, read_body
 from ds_runtime.server.protocols.fields import is_neutral
@@ -31,7 +31,7 @@ _MANY = 1 << 18  # values whose reading would take too long at once
 _LONGEST_NAME = 100
 _CLOSE = 0.75  # of two names: how much of them is the same
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has none
-_TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
+_TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none", "constrained-str"})
 
 
 async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T:
@@ -121,6 +121,8 @@ def _checked(kind: type[B], raw: bytes, items: int) -> B:
 
 
 def _json(raw: bytes, items: int) -> Any:
+    if not raw or raw.isspace():  # a strip would copy it
+        raise _bad("the body is empty: send a JSON object")
     if len(raw) > LARGE and items < _MANY:
         # Four times as fast, and all that time other threads stand still. It refuses what is not
         # JSON; the standard library then says why.
@@ -226,7 +228,7 @@ def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
     remedy = " or send ".join(["leave it out", *dict.fromkeys(map(json.dumps, sends))])
     if near:
         remedy = f"did you mean {near!r}?"
-    said = f" {_short(field)} is not supported: {remedy}"
+    said = f" {as_json(field)} is not supported: {remedy}"
     raise _bad((FieldPath.of(path), said), path, "unsupported_value")
 
 
@@ -260,20 +262,22 @@ def _invalid(kind: type[Body], error: ValidationError, prefix: str) -> ApiError:
     deepest = max((f for f in faults if f["loc"][0] == field), key=lambda f: len(f["loc"]))
     path = prefix + _path(deepest["loc"])
     same = [f for f in faults if prefix + _path(f["loc"]) == path]
-    said = " or ".join(dict.fromkeys(map(_said, same)))
+    said = " or ".join(dict.fromkeys(map(_said, same))).replace(" or must be ", " or ")
     if deepest["type"] == "missing":
         said = " is missing: the request needs it"
         return _bad((FieldPath.of(path), said), path, "missing_field")
-    wrong = f" is {_short(deepest['input'])}: {said}"
+    wrong = f" is {as_json(deepest['input'])}: {said}"
     return _bad((FieldPath.of(path), wrong), path, "invalid_type")
 
 
 _WANTED = {  # by pydantic's name of a fault, in JSON's words
-    "bool_type": "a valid boolean",
-    "int_type": "a valid integer",
-    "float_type": "a valid number",
-    "string_type": "a valid string",
-    "list_type": "a valid list",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "string_too_short": "a string of at least {min_length} character",
+    "string_too_long": "a string of at most {max_length} characters",
     "dict_type": "an object",
     "model_type": "an object",
     "literal_error": "{expected}",
@@ -289,9 +293,9 @@ def _said(fault: Mapping[str, Any]) -> str:
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind][0], given[_BOUNDS[kind][1]]
         items = "item" if bound == 1 else "items"
-        return f"should be a list of {words} {bound} {items}, not of {given['actual_length']}"
+        return f"must be a list of {words} {bound} {items}, not of {given['actual_length']}"
     plain: str = fault["msg"]
-    return f"should be {_WANTED[kind].format_map(given)}" if kind in _WANTED else plain
+    return f"must be {_WANTED[kind].format_map(given)}" if kind in _WANTED else plain
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -302,18 +306,6 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif part not in _TYPE_TAGS and "[" not in part:
             out += ("." if out else "") + part
     return out
-
-
-def _short(value: Any) -> str:
-    text = ""
-    for part in _WORDS.iterencode(value):  # no more of it than is shown
-        text += part
-        if len(text) > 80:
-            return text[:77] + "..."
-    return text
-
-
-_WORDS = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 def _name(value: Any) -> str:

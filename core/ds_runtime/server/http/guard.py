@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.errors import shown
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.http.keys import Keys
 from ds_runtime.server.observe.request_record import exchange_of
 from ds_runtime.server.operate import dashboard

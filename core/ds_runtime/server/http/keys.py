@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_runtime.config import ServerConfig, check_key
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 
 _MOST = 1 << 20  # bytes of a file of keys
 
@@ -75,15 +75,15 @@ def read_keys(path: str) -> list[str]:
     """The keys of a file, one a line; empty lines and those that begin with # are none."""
     where = f"--api-key-file {path}"
     try:
-        if not Path(path).is_file():
-            raise ConfigError(f"{where}: is no file")
+        if Path(path).exists() and not Path(path).is_file():  # a device or a pipe may have no end
+            raise ConfigError(f"{where}: is not a regular file; give a file with one key a line")
         with Path(path).open("rb") as file:
             raw = file.read(_MOST + 1)
         lines = [line.strip() for line in raw.decode().splitlines()]
     except OSError as e:
-        raise ConfigError(f"{where}: cannot be read: {e.strerror}") from e
+        raise unreadable(where, e, "a file with one key a line") from e
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{where}: is not UTF-8 at byte {e.start}") from e
+        raise ConfigError(f"{where}: is not UTF-8 at byte {e.start}; save it as UTF-8") from e
     if len(raw) > _MOST:
         raise ConfigError(f"{where}: has more than {_MOST} bytes: it should hold one key a line")
     for number, line in enumerate(lines, 1):

@@ -8,7 +8,8 @@ from functools import partial
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import RequestError
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.answer import as_json
 from ds_runtime.server.generate.prepare import Service
 from ds_runtime.server.generate.protocol import LoadAdapterRequest, UnloadAdapterRequest
@@ -34,7 +35,7 @@ def adapter_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterRequest))
     async def unload(request: Request) -> Response:
-        """Take no more requests for an adapter, wait for those that run, and free its place."""
+        """Take no more requests for an adapter, wait for those that run, and free its slot."""
         check = partial(_unloadable, service)
         name = await parse(request, UnloadAdapterRequest, check)
         service.leaving.add(name)
@@ -64,6 +65,6 @@ def _unloadable(service: Service, body: UnloadAdapterRequest) -> str:
     if not service.has_adapter(name):
         if name in service.leaving:
             raise RequestError(f"adapter {shown(name)} is being unloaded already", "lora_name")
-        known = ", ".join(service.client.adapters) or "none"
+        known = ", ".join(service.names[1:]) or "none"
         raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "lora_name")
     return name

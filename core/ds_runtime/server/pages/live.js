@@ -10,21 +10,22 @@ const both = (one, other) => `${seconds(one)} / ${seconds(other)}`;
 
 // name, the figure, how it reads. `c`: {now, last, past, dt}.
 export const TILES = [
-  ["Tokens out per second", (c) => grown(c.now, c.last, "generation_tokens_total") / c.dt, whole],
-  ["Tokens in per second", (c) => grown(c.now, c.last, "prompt_tokens_total") / c.dt, whole],
-  ["Running", (c) => read(c.now, "num_requests_running"), whole],
-  ["Queued", (c) => read(c.now, "num_requests_waiting"), whole],
+  ["Output tokens per second", (c) => grown(c.now, c.last, "generation_tokens_total") / c.dt, whole],
+  ["Prompt tokens per second", (c) => grown(c.now, c.last, "prompt_tokens_total") / c.dt, whole],
+  ["Running requests", (c) => read(c.now, "num_requests_running"), whole],
+  ["Queued requests", (c) => read(c.now, "num_requests_waiting"), whole],
   ["Time to first token (p50 / p95)", ...latency("time_to_first_token_seconds")],
   ["Time between tokens (p50 / p95)", ...latency("inter_token_latency_seconds")],
   ["KV cache in use", (c) => mean(c.now, "kv_cache_usage_perc"), share],
-  ["Answers ended by NaN", (c) => read(c.now, "corrupted_requests_total"), whole],
+  ["Answers ended by NaN or infinity", (c) => read(c.now, "corrupted_requests_total"), whole],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
-  ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
-  ["Snapshots, kept / used / evicted", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
-  ["Host memory, pages kept / tokens found there", host, (v, c) => (v === null ? "–" : found(v, c))],
-  ["Prompt tokens per step with prompts", chunk, (v) => (v === null ? "–" : whole(v))],
+  ["Requests that waited for a shared prefix", (c) => read(c.now, "prefix_waits_total"), whole],
+  ["Snapshots of states, kept / used / evicted", snapshots, (v, c) => (v === null ? "–" : several(v, c))],
+  ["Host memory, pages kept / prompt tokens read", host, (v, c) => (v === null ? "–" : found(v, c))],
+  ["Prompt tokens per prefill step", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Received from other ranks, MB/s", received, (v) => (v === null ? "–" : whole(v))],
   ["All-reduces, one-shot / two-shot / others", small, (v, c) => (v === null ? "–" : kinds(c))],
+  ["Last rank, and its delay per step", (c) => last(c)?.delay ?? null, (v, c) => (v === null ? "–" : named(c))],
   ["Busiest expert, times the mean", busiest, (v) => (v === null ? "–" : v.toFixed(2))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
@@ -79,6 +80,25 @@ function small(c) {
 function kinds(c) {
   const counts = byKind(c), all = counts.reduce((a, b) => a + b, 0);
   return counts.map((count) => share(count / all)).join(" / ");
+}
+
+// The rank that came latest to the collectives of its engine's measured steps, and by how much in each.
+function last(c) {
+  const some = (name, wanted) => {
+    const only = (all) => ({ [name]: (all[name] ?? []).filter((s) => wanted(s.labels)) });
+    return grown(only(c.now), only(c.past), name);
+  };
+  const ranks = (c.now.rank_late_seconds_total ?? []).map(({ labels: { engine, rank } }) => {
+    const late = some("rank_late_seconds_total", (l) => l.rank === rank && l.engine === engine);
+    return { engine, rank, delay: late / some("skew_steps_total", (l) => l.engine === engine) };
+  });
+  return ranks.filter((r) => Number.isFinite(r.delay)).sort((a, b) => b.delay - a.delay)[0];
+}
+
+function named(c) {
+  const { engine, rank, delay } = last(c);
+  const many = new Set(c.now.rank_late_seconds_total.map((s) => s.labels.engine)).size > 1;
+  return `rank ${rank}${many ? ` of engine ${engine}` : ""}, ${seconds(delay)}`;
 }
 
 // Of the layer where it is furthest above the mean; with --expert-metrics.

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ds_runtime.errors import shown
 from ds_runtime.output_rules import check_budget
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.generate.protocol import (
     MAX_ITEMS,

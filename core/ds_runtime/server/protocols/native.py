@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ds_runtime.engine.messages import TokenLogprob
-from ds_runtime.errors import FieldPath, RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.sampling_params import SamplingParams, check_number
+from ds_runtime.server.errors import shown
 from ds_runtime.server.generate.chat import MAX_PROMPTS, Prompt, plain_prompts
 from ds_runtime.server.generate.choice import Choice, Piece
 from ds_runtime.server.generate.formats import Chunks
@@ -30,7 +31,7 @@ from ds_runtime.server.generate.protocol import (
 from ds_runtime.server.generate.run import PerPrompt, Run
 from ds_runtime.server.generate.sampling import build_params, check_ids
 from ds_runtime.server.protocols.fields import NATIVE_SAMPLING, Fields
-from ds_runtime.server.protocols.translate import ClientNames, Json
+from ds_runtime.server.protocols.translate import ClientNames, Json, Pattern
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -96,7 +97,10 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         if isinstance(getattr(body, name), list):
             raise RequestError.of(name, " is a list, but there is one prompt: send a string")
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
-    names = ClientNames(fields={(shared,): (native,) for shared, native in _NAMES.items()})
+    fields: dict[Pattern, Pattern] = {(shared,): (own,) for shared, own in _NAMES.items()}
+    if not isinstance(body.sampling_params, list):  # else nobody knows here whose it is
+        fields |= {(rule,): ("sampling_params", rule) for rule in ("json_schema", "regex", "ebnf")}
+    names = ClientNames(fields=fields)
     with names.kept():
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
@@ -126,10 +130,9 @@ def _adapter(service: Service, body: GenerateRequest, i: int, count: int) -> str
     """The adapter of a prompt, "" for none."""
     name: str = _each(body.lora_path, "lora_path", i, count) or ""
     if name and not service.has_adapter(name):
-        known = ", ".join(service.client.adapters) or "none"
-        raise RequestError.of(
-            "lora_path", f" {shown(name)} is the name of no adapter; loaded are: {known}"
-        )
+        known = " or ".join(service.names[1:])
+        remedy = f"name {known}" if known else "load it first (/v1/load_lora_adapter)"
+        raise RequestError.of("lora_path", f" {shown(name)} is no loaded adapter: {remedy}")
     return name
 
 

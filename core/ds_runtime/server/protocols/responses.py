@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ds_runtime.errors import shown
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.generate.protocol import (
     MAX_ITEMS,
@@ -113,10 +112,11 @@ def count_input(service: Service, kept: Shelf, body: InputTokensRequest) -> int:
 def kept_response(kept: Shelf, name: str, param: str = "response_id") -> bytes:
     """A response as JSON; ApiError 404 if it is not kept."""
     if (found := kept.answer(name)) is None:
+        remedy = ": send the whole conversation as input" * (param == "previous_response_id")
         raise ApiError(
             404,
-            f"{param} {shown(name)}: no such response is kept; those with store not false "
-            f"are, up to {KEPT} of all clients",
+            f"{param} {shown(name)}: no such response is kept. A request with store: false keeps "
+            f"none, and {KEPT} are kept at most{remedy}",
             param=param,
             code="response_not_found",
         )

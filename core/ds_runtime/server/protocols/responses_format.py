@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ds_runtime.errors import shown
-from ds_runtime.server.errors import ApiError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.choice import Choice, Piece
 from ds_runtime.server.generate.formats import NamedEvents
 from ds_runtime.server.generate.run import Run

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_runtime.errors import FieldPath, RequestError, shown
-from ds_runtime.server.errors import ApiError
+from ds_runtime.errors import FieldPath, RequestError
+from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.protocols.fields import EMPTY, is_neutral
 
 Json = dict[str, Any]
@@ -75,7 +75,8 @@ def _fits(key: str | int, wanted: str | type[int]) -> bool:
 
 def bad(path: str, value: object, needed: str) -> RequestError:
     """The error for a value at `path`."""
-    return RequestError.of(path, f" is {shown(value)}: {needed}")
+    said = " is missing" if value is None else f" is {shown(value)}"
+    return RequestError.of(path, f"{said}: {needed}")
 
 
 def only(given: Mapping[str, Any], path: str, known: Sequence[str]) -> None:

@@ -198,7 +198,10 @@ def load_template(
     if override is not None:
         path = Path(override)
         if not path.exists():
-            raise ConfigError(f"--chat-template {override}: no such file")
+            raise ConfigError(
+                f"--chat-template {override}: no such file; give a Jinja template, or leave the "
+                "flag out for the checkpoint's own"
+            )
         return _single(path, special, family)
     path = part_of(Path(folder), "chat_template.jinja")
     if path.exists():

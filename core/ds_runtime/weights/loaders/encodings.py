@@ -47,20 +47,15 @@ def in_blocks(key: str, kind: str, size: object, scale: str = "weight_scale") ->
     return replace(rows(f"{kind}_group", scale), block=(pair[0], pair[1]))
 
 
-def with_input_scale(encoding: Encoding, name: str = "input_scale") -> Encoding:
+def with_input_scale(encoding: Encoding) -> Encoding:
     """The same, where a static scale of activations may lie next to it."""
-    return Encoding(
-        encoding.format,
-        encoding.layout,
-        {**encoding.tensors, "input_scale": name},
-        encoding.optional | {"input_scale"},
-        encoding.unread,
-        encoding.block,
-        encoding.divides,
+    return replace(
+        encoding,
+        tensors={**encoding.tensors, "input_scale": "input_scale"},
+        optional=encoding.optional | {"input_scale"},
     )
 
 
-FP8_BLOCK = rows("fp8_block", "weight_scale_inv")
 NVFP4 = Encoding(
     "nvfp4",
     "nibbles",

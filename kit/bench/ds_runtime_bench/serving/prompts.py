@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 
 if TYPE_CHECKING:
     from ds_runtime.text.tokenizer import Tokenizer
@@ -130,7 +130,8 @@ def from_file(path: Path, count: int | None, output_len: int, chat: bool) -> lis
         with path.open(encoding="utf-8") as lines:
             found = list(_read(path, lines, output_len, chat))
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--dataset-path {path}: cannot be read: {e}") from e
+        made = 'a file with {"prompt": TEXT} or {"messages": […]} on each line'
+        raise unreadable(f"--dataset-path {path}", e, made) from e
     if not found:
         raise ConfigError(f"--dataset-path {path}: holds no prompt")
     return list(islice(cycle(found), count or len(found)))

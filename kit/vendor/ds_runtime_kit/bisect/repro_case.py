@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
@@ -73,6 +73,8 @@ def load(path: Path) -> Capsule:
         return Capsule(**{**values, "case": _restored(data["case"])})
     except ConfigError:
         raise
+    except OSError as e:
+        raise unreadable(f"--case {path}", e, "a case that ds-runtime bisect wrote") from e
     except Exception as e:  # whatever the bytes are; torch's words advise to trust the file
         raise ConfigError(
             f"--case {path}: is no case that ds-runtime bisect wrote ({type(e).__name__})"

@@ -48,7 +48,7 @@ class MlaDecode(Protocol):
     attends the tokens that DecodePart names, always including its own. Tokens that it does not see
     are finite.
 
-    A kernel with a true `many_rows` takes any number of rows of a sequence, whatever
+    A kernel that promises `many_rows` takes any number of rows of a sequence, whatever
     Limits.max_queries says, at about the FLOPs per second of MhaPrefill. Short chunks of prompts
     after many cached tokens then attend through it.
 

@@ -7,10 +7,10 @@ however short the chunk is, and pays once many rows share it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_runtime.assembly.result import Assembly
+from ds_runtime.ops.contract import Dims, Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,11 @@ class Absorbing:
     latent: int
 
     @classmethod
-    def of(cls, assembly: Assembly, kernels: Iterable[object]) -> Absorbing | None:
-        """kernels: all that attend decode rows. None where one of them has no `many_rows`, where
-        attention has another form anyway, and where drafts branch."""
-        config, model = assembly.config, assembly.model
-        other = model.indexing is not None or model.hybrid is not None or model.expanded
-        branch = (
-            config.speculative_algorithm is not None and (config.speculative_eagle_topk or 1) > 1
-        )
-        if other or branch or config.batch_invariant:
+    def of(cls, dims: Dims, kernels: Sequence[Kernel]) -> Absorbing | None:
+        """kernels: all that attend decode rows. None where one of them does not promise
+        `many_rows`."""
+        if not kernels or not all(kernel.promises.many_rows for kernel in kernels):
             return None
-        found = [*kernels]
-        if not found or not all(getattr(kernel, "many_rows", False) for kernel in found):
-            return None
-        dims = assembly.facts.dims
         names = ("heads", "qk_nope", "qk_rope", "v", "kv_lora")
         return cls(*(dims[name] for name in names))
 
@@ -63,11 +54,3 @@ class Absorbing:
         return (
             length * self.heads * absorbed < (start + length) * self.heads * keys_values + latents
         )
-
-
-def most_absorbed(assembly: Assembly, kernels: Iterable[object], context: int) -> int:
-    """Tokens of prompts in one step. kernels: as in `Absorbing.of`; context: tokens of a sequence
-    at most."""
-    rule, config = Absorbing.of(assembly, kernels), assembly.config
-    each = 0 if rule is None else rule.most(context)
-    return min(config.max_running_requests * each, config.max_step_tokens)

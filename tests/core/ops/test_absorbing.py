@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.engine.schedule.absorbing import Absorbing
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.table import OPS
 from examples import examples

@@ -1,0 +1,208 @@
+"""Pages that must not be read any more, and that nobody may delete: of a folder that is read-only,
+of files and folders of another user. Real permissions, of a process that is not root.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_disk_tier import NAME, HostBytes, named, views
+
+from ds_runtime.kv.tiers.disk import Disk
+from ds_runtime.kv.tiers.folder import DiskFolder, Sought
+from ds_runtime.kv.tiers.hand import LOST, DiskHand
+from examples import examples
+
+NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
+CONTENT = bytes(range(100))
+
+
+@pytest.fixture
+def cache() -> Iterator[Path]:
+    """Where an unprivileged user may have a folder: those of pytest are root's alone."""
+    outer = Path(tempfile.mkdtemp())
+    if IS_ROOT:
+        os.chown(outer, NOBODY, NOBODY)
+    try:
+        yield outer / "cache"
+    finally:
+        for folder, _, _ in os.walk(outer):
+            os.chmod(folder, 0o700)
+        shutil.rmtree(outer)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As a user whom permissions bind."""
+    if not IS_ROOT:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def is_read(folder: DiskFolder, name: bytes = NAME) -> bool:
+    return folder.read(name, "page", views(bytes(len(CONTENT))))
+
+
+def lock(cache: Path, how: str) -> None:
+    """Nobody may delete the page. The others of these let nobody change it, either."""
+    (path,) = cache.glob("??/*.page")
+    if how == "read-only and its file":
+        path.chmod(0o400)
+    if how == "of another user":
+        os.chown(path, 0, 0)
+        path.chmod(0o644)
+        os.chown(path.parent, 0, 0)
+        path.parent.chmod(0o755)
+    else:
+        path.parent.chmod(0o500)
+
+
+LOCKED = ["read-only", "read-only and its file"]
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="only root gives files to others")
+
+
+@pytest.mark.parametrize("how", [*LOCKED, pytest.param("of another user", marks=needs_root)])
+@pytest.mark.parametrize("way", ["folder", "disk"])
+def test_a_page_that_nobody_may_delete_is_not_read_again(cache: Path, how: str, way: str) -> None:
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        assert folder.write(NAME, "page", views(CONTENT)) and is_read(folder)
+    lock(cache, how)
+    (path,) = cache.glob("??/*.page")
+    with unprivileged():
+        if way == "disk":
+            hand = DiskHand(folder, HostBytes(8))
+            disk = Disk(folder, hand)
+            disk.forget(NAME, "page")
+            assert hand.read("page", 0, NAME).result(20) == LOST
+            disk.close()
+        else:
+            folder.forget(NAME, "page")
+        assert path.exists(), "nobody could delete it"
+        assert not folder.has(NAME, "page") and not is_read(folder)
+        assert folder.reach([Sought(NAME, False, True)]) == 0
+        later = DiskFolder(cache, 10**6)
+        if how == "read-only":  # it is empty: to every server, and after every restart
+            assert not folder.stopped and path.stat().st_size == 0
+            assert not later.has(NAME, "page") and not is_read(later)
+        else:  # the user is told what to do
+            said = f"{path} must not be read any more, and cannot be deleted (Permission denied)"
+            assert said in folder.stopped and "delete it" in folder.stopped
+            assert not folder.write(named(3), "page", views(CONTENT))
+
+
+@pytest.mark.parametrize("how", LOCKED)
+def test_once_it_can_be_deleted_the_page_is_written_anew(cache: Path, how: str) -> None:
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        folder.write(NAME, "page", views(CONTENT))
+        lock(cache, how)
+        folder.forget(NAME, "page")
+        (path,) = cache.glob("??/*.page")
+        path.parent.chmod(0o700)
+        folder.stopped = ""  # as a server that goes on
+        assert not folder.has(NAME, "page")
+        assert folder.write(NAME, "page", views(CONTENT)) == len(CONTENT)
+        assert folder.has(NAME, "page") and is_read(folder) and is_read(DiskFolder(cache, 10**6))
+
+
+def test_a_page_to_delete_is_told_also_once_writing_has_stopped(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read again after a restart, whatever else was wrong with the disk."""
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        assert folder.write(NAME, "page", views(CONTENT))
+        disk = Disk(folder, DiskHand(folder, HostBytes(8)))
+        folder.stop(OSError(28, "No space left on device"))
+        disk.poll()
+        disk.poll()
+        (told,) = capsys.readouterr().err.splitlines()
+        assert "No space left on device" in told
+    lock(cache, "read-only and its file")
+    (path,) = cache.glob("??/*.page")
+    with unprivileged():
+        disk.forget(NAME, "page")
+        disk.close()
+        disk.poll()
+        disk.poll()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: --disk-cache ")
+    assert f"{path} must not be read any more, and cannot be deleted" in told
+
+
+@pytest.mark.parametrize("gone", ["before it is looked at", "before it is opened"])
+def test_a_page_that_another_server_deletes_meanwhile_stops_nothing(
+    cache: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(cache, 10**6)
+    assert folder.write(NAME, "page", views(CONTENT))
+    (path,) = cache.glob("??/*.page")
+    unlink, stat = Path.unlink, os.stat
+
+    def refuse(one: Path, missing_ok: bool = False) -> None:
+        if gone == "before it is looked at":
+            unlink(one)
+        raise PermissionError(13, "Permission denied")
+
+    def look(one: Path, **how: bool) -> os.stat_result:
+        found = stat(one, **how)
+        unlink(path, missing_ok=True)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        if gone == "before it is opened":
+            patched.setattr(os, "stat", look)
+        folder.forget(NAME, "page")
+    assert not path.exists() and not folder.stopped
+    assert folder.write(NAME, "page", views(CONTENT)) and is_read(folder)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["write", "forget", "lock", "free"]), st.integers(0, 3)), max_size=14
+)
+
+
+@given(steps=STEPS)
+@settings(max_examples=examples(60), deadline=None)
+def test_what_is_forgotten_is_never_read_until_it_is_written_again(steps) -> None:
+    """Whatever becomes of the folder's permissions meanwhile."""
+    outer = Path(tempfile.mkdtemp())
+    if IS_ROOT:
+        os.chown(outer, NOBODY, NOBODY)
+    try:
+        with unprivileged():
+            folder, kept = DiskFolder(outer / "cache", 10**6), set[int]()
+            for do, number in steps:
+                if do == "write":
+                    if folder.write(named(number), "page", views(CONTENT)):
+                        kept.add(number)
+                elif do == "forget":
+                    folder.forget(named(number), "page")
+                    kept.discard(number)
+                elif (inner := outer / "cache" / "00").exists():
+                    inner.chmod(0o500 if do == "lock" else 0o700)
+                for number in range(4):
+                    right = number in kept
+                    assert folder.has(named(number), "page") is right
+                    assert is_read(folder, named(number)) is right
+                    assert is_read(DiskFolder(outer / "cache", 10**6), named(number)) is right
+    finally:
+        for inner in (outer / "cache").glob("??"):
+            inner.chmod(0o700)
+        shutil.rmtree(outer)
