@@ -216,7 +216,7 @@ ENGINE: tuple[Fault, ...] = (
     Fault(
         "ranks add up as the library likes",
         "core/ds_runtime/parallel/world.py",
-        "{groups: InOrder(own, mesh.hosts == 1) for groups, own in made.items()}",
+        "{groups: InOrder(own, shares) for groups, own in made.items()}",
         "made",
         ("tests/core/test_bind_invariant.py::test_every_group_of_several_ranks_adds_up_so",),
     ),

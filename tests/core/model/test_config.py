@@ -144,8 +144,16 @@ def test_refused_with_a_reason(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedError, "the R1-Distill checkpoints"),
-        ({"architectures": ["Qwen2ForCausalLM"]}, UnsupportedError, "Qwen2 and Llama models"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            UnsupportedError,
+            "R1-Distill checkpoints have this",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            UnsupportedError,
+            "an engine for Qwen2 and Llama",
+        ),
         ({"architectures": ["OtherForCausalLM"]}, UnsupportedError, "'OtherForCausalLM' is unkn"),
         ({"architectures": None, "model_type": "qwen"}, UnsupportedError, "'qwen' is unknown"),
         ({"hidden_size": None}, ConfigError, "hidden_size is missing"),

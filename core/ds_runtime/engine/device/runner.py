@@ -238,9 +238,11 @@ class Runner:
             self.sampler.start(init)
         self.copy(plan)
         handle = Handle(plan)
-        self.waits.begin(plan.step)
+        if self.waits.serves:
+            self.waits.begin(plan.step)
         rest, replays = self.programs.launch(handle, alone)
-        self.waits.end()
+        if self.waits.serves:
+            self.waits.end()
         if rest is None and self.rank == 0 and handle.arriving is None:
             handle.download()  # in front of saves, which nobody waits for who reads a result
         if self.below is not None:

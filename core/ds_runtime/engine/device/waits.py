@@ -23,13 +23,13 @@ class Waits:
     seconds (`TorchCommunicator.waited`). Where it does, the whole step is measured on the device:
     ranks end it together, as its last collective brings logits to all, so whoever began first has
     waited longest. Values of one rank alone mean nothing: ranks are compared. Nothing is measured
-    where the communicator does not count, or events of the device have no times.
+    where the communicator does not count, or events of the device have no times: `serves` says so.
     """
 
     def __init__(self, comm: Any, asynchronous: bool, device: torch.device) -> None:
         self._device, self._asynchronous = device, asynchronous
         self._counted: Any = getattr(comm, "waited", None)
-        self._serves = comm.size > 1 and (asynchronous or self._counted is not None)
+        self.serves = comm.size > 1 and (asynchronous or self._counted is not None)
         self._step: int | None = None  # that is being launched, if it is measured
         self._before = 0.0
         self._begin: Any = None
@@ -38,7 +38,7 @@ class Waits:
 
     def begin(self, step: int) -> None:
         """The step with this number is about to be launched; negative ones are not of requests."""
-        if step < 0 or step % EVERY or not self._serves:
+        if step < 0 or step % EVERY or not self.serves:
             return
         self._step = step
         if self._asynchronous:
@@ -62,7 +62,7 @@ class Waits:
             event = torch.Event(self._device, enable_timing=True)
             event.record()
         except RuntimeError:
-            self._serves = False
+            self.serves = False
             return None
         return event
 
@@ -75,7 +75,7 @@ class Waits:
                 step, begin, end = self._queued.popleft()
                 self._done.append(Waited(step, begin.elapsed_time(end) / 1000))
         except RuntimeError:  # events that can be recorded, and have no times
-            self._serves = False
+            self.serves = False
             self._queued.clear()
         found = [*self._done]
         self._done.clear()

@@ -49,8 +49,8 @@ class MlaDecode(Protocol):
     are finite.
 
     A kernel that promises `many_rows` takes any number of rows of a sequence, whatever
-    Limits.max_queries says, at about the FLOPs per second of MhaPrefill. Short chunks of prompts
-    after many cached tokens then attend through it.
+    Limits.max_queries says. It reaches about the FLOPs per second of MhaPrefill. Short chunks of
+    prompts after many cached tokens then attend through it.
 
     Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
     of others may hold NaN. 0 sequences is legal.
