@@ -151,15 +151,15 @@ def test_a_group_leaves_no_warp_without_columns(rows, blocks, clusters):
     ("rows", "columns", "group"),
     [
         (2112, 7168, 2),
-        (12288, 1536, 4),
-        (7168, 8192, 1),
-        (18432, 7168, 2),
+        (12288, 1536, 16),
+        (7168, 8192, 8),
+        (18432, 7168, 4),
         (7168, 1024, 8),
         (2048, 7168, 2),
     ],
 )
 def test_the_group_of_a_weight(rows, columns, group):
-    """V3's by two ranks, of 66 clusters: all busy in the last turn, or as many as can be."""
+    """V3's by two ranks, of 66 clusters: the fastest that an H200 showed, within 8 %."""
     assert fp8_few.group_of(rows, columns, 66) == group
 
 

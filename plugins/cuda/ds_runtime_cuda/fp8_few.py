@@ -26,7 +26,9 @@ _WARPS, _TILE, _THREADS = 16, 16, 512  # of a block; rows that a warp multiplies
 _ON_CHIP = 232_448  # bytes that a block may have, whatever the weight
 _SUMS = 2 * _WARPS * _TILE * MOST * 4  # bytes of a block's sums, for two turns
 GROUPS = (16, 8, 4, 2, 1)  # tiles that the warps of a cluster take together
-_BUSY = 0.9  # of the clusters, in the last turn and all: enough, for fewer turns
+# What a launch takes, fitted to benchmarks/fp8_few.py --search on one H200: bytes per microsecond
+# of a cluster and of the chip, and microseconds of a turn and of each part of a row in it.
+_CLUSTER, _CHIP, _TURN, _PART = 70e3, 4.4e6, 0.2, 0.1
 
 
 class _Fp8FewArgs(ctypes.Structure):
@@ -63,14 +65,15 @@ def groups_for(columns: int) -> list[int]:
 
 @cache
 def group_of(rows: int, columns: int, clusters: int) -> int:
-    """Tiles that a cluster takes together: the most that keep nearly all busy, in as few turns."""
+    """Tiles that a cluster takes together, so that a launch is estimated to take the least time."""
 
-    def busy(group: int) -> float:
-        units = -(-rows // (group * _TILE))
-        return units / (-(-units // clusters) * clusters)
+    def microseconds(group: int) -> float:
+        turns = -(-rows // (group * _TILE * clusters))
+        slowest = turns * group * _TILE * columns / _CLUSTER
+        parts = _WARPS // group
+        return max(slowest, rows * columns / _CHIP) + turns * (_TURN + _PART * parts)
 
-    fit = groups_for(columns)
-    return next((group for group in fit if busy(group) >= _BUSY), max(fit, key=busy))
+    return min(groups_for(columns), key=microseconds)
 
 
 def _bytes(tokens: int, columns: int) -> int:
