@@ -59,13 +59,14 @@ def test_mixes(settings, own, way, dtype):
         assert [bits(scores) for scores in forced(llm, outputs, 2)] == found == alone
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks(settings, own, tp):
+def test_ranks(settings, own, tp, dtype):
     if torch.accelerator.device_count() < tp:
         pytest.skip(f"there are fewer than {tp} devices")
-    alone = own("bfloat16", tp)  # a process has one group of ranks at a time
-    with LLM("demo", **settings, dtype="bfloat16", tp=tp) as llm:
-        check_mixes(llm, "bfloat16", 200, own=alone)
+    alone = own(dtype, tp)  # a process has one group of ranks at a time
+    with LLM("demo", **settings, dtype=dtype, tp=tp) as llm:
+        check_mixes(llm, dtype, 200, own=alone)
 
 
 def test_fp8_with_the_heads_of_v3(settings, tmp_path):

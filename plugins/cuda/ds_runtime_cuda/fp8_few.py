@@ -58,8 +58,10 @@ def compile_few(facts: Facts, rows: Sequence[int]) -> None:
 
 
 def groups_for(columns: int) -> list[int]:
-    """Those that leave every warp a block of columns: of a block's half, where a warp has few rows
-    beside it, each takes a part."""
+    """Groups that leave every warp at least one block of columns.
+
+    A block of threads holds half of the columns. Warps of one tile divide that half among them.
+    """
     return [group for group in GROUPS if _WARPS // group <= columns // BLOCK // 2]
 
 

@@ -103,7 +103,7 @@ LINEAR: tuple[Kernel, ...] = (
     ),
     _scaled_mm("LinearScaledMm", RowRange(FP8_ROWS), scaled_columns),
     _scaled_mm("LinearScaledMmPadded", RowRange(), odd_columns),
-    # It was not timed against DeepGEMM: calls of several rows stay DeepGEMM's where that is installed.
+    # It was not timed against DeepGEMM, which keeps calls of several rows where it is installed.
     cuda.offer(
         "linear",
         "fp8_few:LinearFewFp8",

@@ -84,8 +84,7 @@ class LinearScaledMm:
 
 
 class LinearScaledMmPadded(LinearScaledMm):
-    """The same for other widths. Weights have zeros behind them then, and no other kernel reads
-    them so."""
+    """LinearScaledMm for other widths: weights are padded with zeros, which no other kernel reads."""
 
 
 def _restore_unpadded(packed: Packed) -> Tensor:
