@@ -84,7 +84,7 @@ class LinearScaledMm:
 
 
 class LinearScaledMmPadded(LinearScaledMm):
-    """LinearScaledMm for other widths: weights are padded with zeros, which no other kernel reads."""
+    """LinearScaledMm for other widths: it pads weights with zeros. No other kernel reads those."""
 
 
 def _restore_unpadded(packed: Packed) -> Tensor:
