@@ -7,17 +7,16 @@ python tools/gen_docs.py [--check]
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import inspect
 import sys
-import textwrap
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
+import plugin_page
 import ran_pages
 import reference_pages
+from documented import signature
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.declare import Op
@@ -89,25 +88,8 @@ def _signatures(protocol: type) -> str:
     out = []
     for name, member in vars(protocol).items():
         if isinstance(member, FunctionType) and (not name.startswith("_") or name == "__call__"):
-            out.append(_signature(member))
+            out.append(signature(member))
     return "".join(out)
-
-
-def _signature(function: Any) -> str:
-    """`def name(...) -> ...` on one line if it fits, else a line per argument."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    result = ast.unparse(tree.returns) if tree.returns else "None"
-    line = f"def {tree.name}({ast.unparse(tree.args)}) -> {result}\n"
-    if len(line) <= 100:
-        return line
-    given = tree.args.defaults
-    without = len(tree.args.args) - len(given)
-    arguments = [ast.unparse(a) for a in tree.args.args]
-    arguments[without:] = [
-        f"{a} = {ast.unparse(d)}" for a, d in zip(arguments[without:], given, strict=True)
-    ]
-    return f"def {tree.name}(\n" + "".join(f"    {a},\n" for a in arguments) + f") -> {result}\n"
 
 
 HOOKS_HEAD = """\
@@ -147,7 +129,7 @@ def hooks() -> str:
     for name in hookspecs.HOOKS:
         function = getattr(hookspecs, name)
         call = f"{name}({', '.join(inspect.signature(function).parameters)})"
-        out.append(f"## `{call}`\n\n```python\n{_signature(function)}```\n\n")
+        out.append(f"## `{call}`\n\n```python\n{signature(function)}```\n\n")
         out.append((inspect.getdoc(function) or "") + "\n\n")
     return "".join(out) + _class(RoutedEngine).rstrip() + "\n"
 
@@ -159,7 +141,7 @@ def _class(kind: type) -> str:
         function = member.fget if isinstance(member, property) else member
         if isinstance(function, FunctionType) and not name.startswith("_"):
             said = "@property\n" if isinstance(member, property) else ""
-            out.append(f"```python\n{said}{_signature(function)}```\n\n")
+            out.append(f"```python\n{said}{signature(function)}```\n\n")
             out.append((inspect.getdoc(function) or "") + "\n\n")
     return "".join(out)
 
@@ -243,7 +225,7 @@ def pages() -> dict[Path, str]:
         DOCS / "known-flags.md": known_flags(NOTE),
         DOCS / "clients.md": ran_pages.clients(),
         DOCS / "flags.md": reference_pages.flags(NOTE),
-        DOCS / "plugin-api.md": reference_pages.plugin_api(NOTE),
+        DOCS / "plugin-api.md": plugin_page.plugin_api(NOTE),
     }
 
 
