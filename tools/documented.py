@@ -86,7 +86,9 @@ def _listed(part: str, names: Collection[str]) -> str:
         return part
     is_list = part.startswith("* ") or re.match(_name(names), pieces[0])
     lead = [] if is_list else [pieces.pop(0)]
-    pieces[-1], *after = re.split(r"(?<=\.) (?=(?:Raises|Returns) )", pieces[-1], maxsplit=1)
+    after = list[str]()
+    if bullets == [part]:
+        pieces[-1], *after = re.split(r"(?<=\.) (?=(?:Raises|Returns) )", pieces[-1], maxsplit=1)
     shown = "\n".join(f"* {_marked(piece, names)}" for piece in pieces)
     return "\n\n".join([*lead, shown, *after])
 
@@ -109,4 +111,5 @@ def _marked(piece: str, names: Collection[str]) -> str:
         return piece
     said, _, rest = piece.partition(": ")
     known = re.sub(r"`?\b(?!and\b)([a-zA-Z_]\w*)\b`?(?![^\[]*\])", r"`\1`", said)
-    return f"{known}: {rest}"
+    further = rf"\b({'|'.join(map(re.escape, names))})(?=: \[)"
+    return f"{known}: " + re.sub(further, r"`\1`", rest)

@@ -16,10 +16,16 @@ from types import FunctionType
 import plugin_page
 import ran_pages
 import reference_pages
-from documented import signature
+from documented import signature, text
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.ops.contract import load_attr
-from ds_runtime.ops.declare import Op
+from ds_runtime.ops.declare import Op, parameters_of
+from ds_runtime.ops.reference.layouts import (
+    EXPANDED_PAGES,
+    INDEX_PAGES,
+    LATENT_FP8_GROUPS,
+    LATENT_PAGES,
+)
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import hookspecs
 from ds_runtime.plugins.routes import RoutedEngine
@@ -32,28 +38,74 @@ NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings t
 
 def contracts() -> str:
     """Every op: its Protocol's docstring, signatures, tolerance, fusion and layout."""
-    out = [NOTE, "# Op contracts\n\n", CONTRACTS_HEAD]
-    areas: dict[str, list[Op]] = {}
-    for op in OPS.values():
-        areas.setdefault(op.protocol.partition(":")[0], []).append(op)
-    for area, ops in areas.items():
-        out.append(f"## {area.rpartition('.')[2]}\n\n{_module_line(area)}\n\n")
+    out = [NOTE, "# Op contracts\n\n", CONTRACTS_HEAD, _layouts(), _index()]
+    for area, ops in _areas().items():
+        out.append(f"## {_title(area)} ops\n\n{_module_line(area)}\n\n")
         out += [_contract(op) for op in ops]
     return "".join(out)
 
 
 CONTRACTS_HEAD = """\
-This page says what a kernel must do, op by op. The docstrings are the contract. The torch
-reference in `ds_runtime/ops/reference/` is its executable form. `ds_runtime.testing.conformance`
-compares every kernel with that reference in float64. The tolerance is relative: the norm of the
-difference divided by the norm of the oracle. It depends on the compute dtype. A tensor is
-contiguous if its docstring does not mention strides.
+This page says what a kernel of each op must compute. It is for those who write kernels.
+[Writing a plugin](writing-a-plugin.md) shows how a kernel is offered, and the
+[plugin API](plugin-api.md) has the types of arguments, such as `Batch` and `Packed`.
+
+The docstrings are the contract. The torch reference in `ds_runtime/ops/reference/` is its
+executable form. `ds-runtime conform` compares every kernel with that reference in float64. The
+tolerance is relative: the norm of the difference divided by the norm of the oracle. It depends on
+the compute dtype, or on the kernel's `numerics`.
 
 A *function* op is called directly. An *object* op is made once per site from the site's
 `Facts`. It owns packed weights or the state of a step. A *heavy* op on the reference causes a
-warning at start, and an error under `--strict-ops`.
+warning at start, and an error under `--strict-ops`. A *fusion* does the work of several ops.
+
+Unless a docstring says something else:
+
+* Tensors are contiguous, and all are on the device of the site.
+* Arguments are not changed, and results are new tensors.
+* The *compute dtype* is `facts.dtype`. What a kernel rounds has to lie within the tolerance.
+* `T` or `tokens` is the number of rows of a step, and may be 0. `heads` are those of this rank.
+* `latent` has `kv_lora` numbers. `nope` and `rope` are the parts of a head's key without and with
+  rotation (`qk_nope`, `qk_rope` of `facts.dims`), `v` the width of its value.
+* A *slot* is the place of a token in a paged cache: slot s is entry s % page_size of page
+  s // page_size. A negative slot is padding.
+* `cos_sin` is the table of Rope. A *segment* is the rows of one sequence (`Segments`).
+
+Each layout of the references has a tag, which kernels that read and write it name:
 
 """
+AFTER_LAYOUTS = "\n[Cache groups](cache-groups.md) says how a plugin brings its own layout.\n\n"
+
+
+def _layouts() -> str:
+    """The layouts of the references, by the docstrings of their modules."""
+    out = []
+    for layout in (LATENT_PAGES, LATENT_FP8_GROUPS, EXPANDED_PAGES, INDEX_PAGES):
+        doc = inspect.getdoc(importlib.import_module(layout.allocate.partition(":")[0])) or ""
+        said = " ".join(doc.partition("\n\n")[2].split())
+        out.append(f"* `{layout.tag}`: {said}\n")
+    return "".join([*out, AFTER_LAYOUTS])
+
+
+def _index() -> str:
+    """The ops by area, each with a link."""
+    out = ["| area | ops |\n|---|---|\n"]
+    for area, ops in _areas().items():
+        named = ", ".join(f"[`{op.name}`](#{op.name})" for op in ops)
+        out.append(f"| [{_title(area)}](#{_title(area).replace(' ', '-')}-ops) | {named} |\n")
+    return "".join([*out, "\n"])
+
+
+def _title(area: str) -> str:
+    return area.rpartition(".")[2].replace("_", " ")
+
+
+def _areas() -> dict[str, list[Op]]:
+    """The ops by the module of their contracts."""
+    areas: dict[str, list[Op]] = {}
+    for op in OPS.values():
+        areas.setdefault(op.protocol.partition(":")[0], []).append(op)
+    return areas
 
 
 def _module_line(name: str) -> str:
@@ -69,7 +121,8 @@ def _contract(op: Op) -> str:
     version = f"contract version {op.version}{older}"
     lines.append(f"{kind.capitalize()}; {version}; `{op.protocol}`.\n")
     lines.append("```python\n" + _signatures(protocol) + "```\n")
-    lines.append((inspect.getdoc(protocol) or "") + "\n")
+    lines.append(text(protocol, _arguments(protocol)) + "\n")
+    lines += [_beside(path) for path in op.beside]
     if op.composition:
         parts = ", ".join(f"`{p}`" for p in op.uses)
         lines.append(f"A fusion: without a kernel of its own it is composed of {parts}.\n")
@@ -82,6 +135,18 @@ def _contract(op: Op) -> str:
     lines.append(f"Tolerance: {bounds}.\n")
     lines[1:3] = ["".join(lines[1:3])]
     return "\n".join(lines) + "\n"
+
+
+def _beside(path: str) -> str:
+    """Methods that an object may have in addition to its contract."""
+    protocol = load_attr(path)
+    code = f"```python\n{_signatures(protocol)}```\n\n"
+    return f"#### `{protocol.__name__}`\n\n{code}{text(protocol, _arguments(protocol))}\n"
+
+
+def _arguments(protocol: type) -> set[str]:
+    """The names of the arguments of all methods."""
+    return {name for names in parameters_of(protocol).values() for name in names}
 
 
 def _signatures(protocol: type) -> str:
