@@ -17,7 +17,7 @@ import plugin_page
 import ran_pages
 import reference_pages
 from documented import signature, text
-from ds_runtime.engine.messages import Ready, Stats
+from ds_runtime.engine.messages import Ready, Stats, TokenLogprob, Tokens
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.declare import Op, parameters_of
 from ds_runtime.ops.reference.layouts import (
@@ -31,6 +31,7 @@ from ds_runtime.plugins import hookspecs
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
 from flags_page import known_flags
+from plugin_page import of_class
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"
@@ -158,57 +159,78 @@ def _signatures(protocol: type) -> str:
 
 
 HOOKS_HEAD = """\
-The runtime calls all hooks at start-up, except `ds_kv_transfer`. It calls none during a step.
+A hook is a function of a plugin that the runtime calls. This page lists the hooks, when each is
+called, and what it returns. It is for authors of plugins. [Writing a plugin](writing-a-plugin.md)
+begins earlier, and the [plugin API](plugin-api.md) has the types of arguments and results.
 
-A plugin is a module named in the entry-point group `ds_runtime`. It has functions of these names
-marked `@hookimpl` (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin`
-returns ([writing a plugin](writing-a-plugin.md#what-plugins-share)). The runtime joins the results
-of the five hooks of offers; their names only help the reader. A function may take fewer arguments
-than listed. So an argument that is added here later breaks no plugin.
+A plugin is a module that the entry-point group `ds_runtime` names. It has functions with the names
+below, marked `@hookimpl` (`from ds_runtime.api import hookimpl`). Or it has an object `hooks` that
+[`plugin`](plugin-api.md#plugin) returns. A function may take fewer arguments than listed, so an
+argument that is added here later breaks no plugin.
 
-A plugin that raises, misspells a hook or an argument, or returns something else is dropped whole.
-`ds-runtime plugins --verbose` shows its traceback.
+| when | hooks |
+|---|---|
+| while the command line is built | `ds_cli` |
+| start 1: the device is chosen | `ds_platform` |
+| start 2: device facts and config.json are known, the config is not frozen yet | `ds_defaults` |
+| start 3: before one decision per op and site | `ds_attention`, `ds_moe`, `ds_quant_loaders`, \
+`ds_topk`, `ds_ops` |
+| start 4: the engine is made, with its weights | `ds_observer` |
+| the server is made | `ds_routes` |
+| pages are first needed from, or by, another engine | `ds_kv_transfer` |
+
+No hook is called during a step. The five hooks of start 3 are the *offers*. The runtime joins their
+results: each of them may return kernels, layouts and loaders, and the names only help the reader.
 
 `ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments. The
-runtime keeps their results, and each runtime gets a copy of the platform. The log names plugin,
-hook and seconds of a call that takes more than 1 s. A hook cannot start a runtime: `LLM`,
-`assemble` and `load_plugins` raise inside a hook, and in a thread that it waits for.
+runtime keeps their results, and each runtime gets a copy of the platform.
 
-The assembly has this order:
-
-1. `ds_platform`
-2. device facts and config.json
-3. `ds_defaults`, then the frozen config
-4. the offers: `ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`
-5. shared layouts, then one decision per op and site
-6. weights
-
-`ds_cli` is called while the command line is built.
+A plugin is dropped whole if it raises, misspells a hook or an argument, or returns something else.
+`ds-runtime plugins --verbose` shows its traceback. The log names plugin, hook and seconds of a call
+that takes more than 1 s. A hook cannot start a runtime: `LLM`, `assemble` and `load_plugins` raise
+inside a hook, and in a thread that it waits for.
 
 """
 
 
 def hooks() -> str:
-    """Every hook with its signature and docstring."""
+    """Every hook with its signature and docstring, and the classes that only hooks get."""
     out = [NOTE, "# Hooks\n\n", HOOKS_HEAD]
     for name in hookspecs.HOOKS:
         function = getattr(hookspecs, name)
-        call = f"{name}({', '.join(inspect.signature(function).parameters)})"
+        arguments = list(inspect.signature(function).parameters)
+        call = f"{name}({', '.join(arguments)})"
         out.append(f"## `{call}`\n\n```python\n{signature(function)}```\n\n")
-        out.append((inspect.getdoc(function) or "") + "\n\n")
-    return "".join(out) + _class(RoutedEngine).rstrip() + "\n"
+        out.append(text(function, arguments) + "\n\n" + EXAMPLES.get(name, ""))
+    shown = [of_class(kind, "##") for kind in (RoutedEngine, Stats, Tokens, TokenLogprob)]
+    return "".join(out) + "\n".join(shown).rstrip() + "\n"
 
 
-def _class(kind: type) -> str:
-    """Its docstring, and its public methods with theirs."""
-    out = [f"## `{kind.__name__}`\n\n{inspect.getdoc(kind)}\n\n"]
-    for name, member in vars(kind).items():
-        function = member.fget if isinstance(member, property) else member
-        if isinstance(function, FunctionType) and not name.startswith("_"):
-            said = "@property\n" if isinstance(member, property) else ""
-            out.append(f"```python\n{said}{signature(function)}```\n\n")
-            out.append((inspect.getdoc(function) or "") + "\n\n")
-    return "".join(out)
+EXAMPLES = {
+    "ds_observer": """\
+```python
+from typing import Any
+
+from ds_runtime.api import EngineConfig, hookimpl
+
+
+class Watch:
+    \"\"\"Prints why each answer ended, and how full the cache is.\"\"\"
+
+    def on_step(self, stats: Any) -> None:
+        self.free = stats.pages_free / stats.pages_total
+
+    def on_finish(self, tokens: Any) -> None:
+        print(f"{tokens.rid}: {tokens.finish}, {self.free:.0%} of the pages are free")
+
+
+@hookimpl
+def ds_observer(config: EngineConfig) -> Watch:
+    return Watch()
+```
+
+""",
+}
 
 
 METRICS_HEAD = """\
