@@ -31,7 +31,8 @@ class WeightPart:
     * format: the weight format.
     * shape: (rows, cols) of the part.
     * tensors: component → tensor, all on one device, owned by the part. See below.
-    * block: (rows, cols) covered by one scale.
+    * block: (rows, cols) covered by one scale, in numbers: (1, columns of the Linear) for a scale
+      per row. None for "dense".
     * offset: position of the part's first element inside its first block, for shards that cut one.
     * dequantiser: lazy `(part, dtype) -> Tensor`, for formats of a plugin's own.
 
