@@ -16,8 +16,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     * max_tokens: None: up to the context's end. min_tokens: no end before these.
     * temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: 1 and 0 are off.
-    * presence_penalty, frequency_penalty, repetition_penalty: as in OpenAI's and vLLM's APIs. 0, 0
-      and 1 are off.
+    * presence_penalty, frequency_penalty: as in OpenAI's API; 0 is off. repetition_penalty: above
+      1, tokens that occurred become less likely; 1 is off.
     * logit_bias: token id → what is added to its logit.
     * stop: strings. stop_token_ids: ids. Both end the text before them unless include_stop.
     * ignore_eos: continue after the model's end token.

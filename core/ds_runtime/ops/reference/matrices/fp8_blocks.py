@@ -40,7 +40,7 @@ def spread(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def powers_of_two(scale: Tensor) -> bool:
-    """Returns whether all of `scale`, float32 or float64, are. Those of activations then are, too."""
+    """Returns whether all scales are, float32 or float64. Those of activations then are, too."""
     return bool((torch.frexp(scale)[0] == 0.5).all())
 
 
@@ -53,7 +53,7 @@ def dense(weight: Weight, tag: str) -> Packed:
 
 
 def restore(packed: Packed) -> Tensor:
-    """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns float32 [out, in]."""
+    """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns [out, in] float32."""
     tensors = packed.tensors
     if "dense" in tensors:
         held: Tensor = tensors["dense"]
