@@ -53,7 +53,7 @@ def dense(weight: Weight, tag: str) -> Packed:
 
 
 def restore(packed: Packed) -> Tensor:
-    """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns [out, in] float32."""
+    """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns float32."""
     tensors = packed.tensors
     if "dense" in tensors:
         held: Tensor = tensors["dense"]
