@@ -18,10 +18,11 @@ def signature(function: Any) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     result = ast.unparse(tree.returns) if tree.returns else "None"
-    line = f"def {tree.name}({ast.unparse(tree.args)}) -> {result}\n"
+    given = list(arguments(tree.args))
+    line = f"def {tree.name}({', '.join(given)}) -> {result}\n"
     if len(line) <= WIDTH:
         return line
-    each = "".join(f"    {a},\n" for a in arguments(tree.args))
+    each = "".join(f"    {a},\n" for a in given)
     return f"def {tree.name}(\n{each}) -> {result}\n"
 
 

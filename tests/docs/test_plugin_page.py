@@ -95,3 +95,9 @@ def test_a_long_signature_has_a_line_for_each_argument() -> None:
         "    **more: object,",
         ") -> None",
     ]
+
+
+def test_a_short_signature_is_a_line_with_spaces_as_in_code() -> None:
+    def of(rank: int = 0, *, name: str = "x") -> None: ...
+
+    assert documented.signature(of) == "def of(rank: int = 0, *, name: str = 'x') -> None\n"
