@@ -7,25 +7,31 @@ python tools/gen_docs.py [--check]
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import inspect
 import sys
-import textwrap
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
+import plugin_page
 import ran_pages
 import reference_pages
-from ds_runtime.engine.messages import Ready, Stats
+from documented import signature, text
+from ds_runtime.engine.messages import Ready, Stats, TokenLogprob, Tokens
 from ds_runtime.ops.contract import load_attr
-from ds_runtime.ops.declare import Op
+from ds_runtime.ops.declare import Op, parameters_of
+from ds_runtime.ops.reference.layouts import (
+    EXPANDED_PAGES,
+    INDEX_PAGES,
+    LATENT_FP8_GROUPS,
+    LATENT_PAGES,
+)
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import hookspecs
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
 from flags_page import known_flags
+from plugin_page import of_class
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"
@@ -33,28 +39,74 @@ NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings t
 
 def contracts() -> str:
     """Every op: its Protocol's docstring, signatures, tolerance, fusion and layout."""
-    out = [NOTE, "# Op contracts\n\n", CONTRACTS_HEAD]
-    areas: dict[str, list[Op]] = {}
-    for op in OPS.values():
-        areas.setdefault(op.protocol.partition(":")[0], []).append(op)
-    for area, ops in areas.items():
-        out.append(f"## {area.rpartition('.')[2]}\n\n{_module_line(area)}\n\n")
+    out = [NOTE, "# Op contracts\n\n", CONTRACTS_HEAD, _layouts(), _index()]
+    for area, ops in _areas().items():
+        out.append(f"## {_title(area)} ops\n\n{_module_line(area)}\n\n")
         out += [_contract(op) for op in ops]
     return "".join(out)
 
 
 CONTRACTS_HEAD = """\
-This page says what a kernel must do, op by op. The docstrings are the contract. The torch
-reference in `ds_runtime/ops/reference/` is its executable form. `ds_runtime.testing.conformance`
-compares every kernel with that reference in float64. The tolerance is relative: the norm of the
-difference divided by the norm of the oracle. It depends on the compute dtype. A tensor is
-contiguous if its docstring does not mention strides.
+This page says what a kernel of each op must compute. It is for those who write kernels.
+[Writing a plugin](writing-a-plugin.md) shows how a kernel is offered, and the
+[plugin API](plugin-api.md) has the types of arguments, such as `Batch` and `Packed`.
+
+The docstrings are the contract. The torch reference in `ds_runtime/ops/reference/` is its
+executable form. `ds-runtime conform` compares every kernel with that reference in float64. The
+tolerance is relative: the norm of the difference divided by the norm of the oracle. It depends on
+the compute dtype, or on the kernel's `numerics`.
 
 A *function* op is called directly. An *object* op is made once per site from the site's
 `Facts`. It owns packed weights or the state of a step. A *heavy* op on the reference causes a
-warning at start, and an error under `--strict-ops`.
+warning at start, and an error under `--strict-ops`. A *fusion* does the work of several ops.
+
+Unless a docstring says something else:
+
+* Tensors are contiguous, and all are on the device of the site.
+* Arguments are not changed, and results are new tensors.
+* The *compute dtype* is `facts.dtype`. What a kernel rounds has to lie within the tolerance.
+* `T` or `tokens` is the number of rows of a step, and may be 0. `heads` are those of this rank.
+* `latent` has `kv_lora` numbers. `nope` and `rope` are the parts of a head's key without and with
+  rotation (`qk_nope`, `qk_rope` of `facts.dims`), `v` the width of its value.
+* A *slot* is the place of a token in a paged cache: slot s is entry s % page_size of page
+  s // page_size. A negative slot is padding.
+* `cos_sin` is the table of Rope. A *segment* is the rows of one sequence (`Segments`).
+
+Each layout of the references has a tag, which kernels that read and write it name:
 
 """
+AFTER_LAYOUTS = "\n[Cache groups](cache-groups.md) says how a plugin brings its own layout.\n\n"
+
+
+def _layouts() -> str:
+    """The layouts of the references, by the docstrings of their modules."""
+    out = []
+    for layout in (LATENT_PAGES, LATENT_FP8_GROUPS, EXPANDED_PAGES, INDEX_PAGES):
+        doc = inspect.getdoc(importlib.import_module(layout.allocate.partition(":")[0])) or ""
+        said = " ".join(doc.partition("\n\n")[2].split())
+        out.append(f"* `{layout.tag}`: {said}\n")
+    return "".join([*out, AFTER_LAYOUTS])
+
+
+def _index() -> str:
+    """The ops by area, each with a link."""
+    out = ["| area | ops |\n|---|---|\n"]
+    for area, ops in _areas().items():
+        named = ", ".join(f"[`{op.name}`](#{op.name})" for op in ops)
+        out.append(f"| [{_title(area)}](#{_title(area).replace(' ', '-')}-ops) | {named} |\n")
+    return "".join([*out, "\n"])
+
+
+def _title(area: str) -> str:
+    return area.rpartition(".")[2].replace("_", " ")
+
+
+def _areas() -> dict[str, list[Op]]:
+    """The ops by the module of their contracts."""
+    areas: dict[str, list[Op]] = {}
+    for op in OPS.values():
+        areas.setdefault(op.protocol.partition(":")[0], []).append(op)
+    return areas
 
 
 def _module_line(name: str) -> str:
@@ -70,7 +122,8 @@ def _contract(op: Op) -> str:
     version = f"contract version {op.version}{older}"
     lines.append(f"{kind.capitalize()}; {version}; `{op.protocol}`.\n")
     lines.append("```python\n" + _signatures(protocol) + "```\n")
-    lines.append((inspect.getdoc(protocol) or "") + "\n")
+    lines.append(text(protocol, _arguments(protocol)) + "\n")
+    lines += [_beside(path) for path in op.beside]
     if op.composition:
         parts = ", ".join(f"`{p}`" for p in op.uses)
         lines.append(f"A fusion: without a kernel of its own it is composed of {parts}.\n")
@@ -85,83 +138,99 @@ def _contract(op: Op) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _beside(path: str) -> str:
+    """Methods that an object may have in addition to its contract."""
+    protocol = load_attr(path)
+    code = f"```python\n{_signatures(protocol)}```\n\n"
+    return f"#### `{protocol.__name__}`\n\n{code}{text(protocol, _arguments(protocol))}\n"
+
+
+def _arguments(protocol: type) -> set[str]:
+    """The names of the arguments of all methods."""
+    return {name for names in parameters_of(protocol).values() for name in names}
+
+
 def _signatures(protocol: type) -> str:
     out = []
     for name, member in vars(protocol).items():
         if isinstance(member, FunctionType) and (not name.startswith("_") or name == "__call__"):
-            out.append(_signature(member))
+            out.append(signature(member))
     return "".join(out)
 
 
-def _signature(function: Any) -> str:
-    """`def name(...) -> ...` on one line if it fits, else a line per argument."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    result = ast.unparse(tree.returns) if tree.returns else "None"
-    line = f"def {tree.name}({ast.unparse(tree.args)}) -> {result}\n"
-    if len(line) <= 100:
-        return line
-    given = tree.args.defaults
-    without = len(tree.args.args) - len(given)
-    arguments = [ast.unparse(a) for a in tree.args.args]
-    arguments[without:] = [
-        f"{a} = {ast.unparse(d)}" for a, d in zip(arguments[without:], given, strict=True)
-    ]
-    return f"def {tree.name}(\n" + "".join(f"    {a},\n" for a in arguments) + f") -> {result}\n"
-
-
 HOOKS_HEAD = """\
-The runtime calls all hooks at start-up, except `ds_kv_transfer`. It calls none during a step.
+A hook is a function of a plugin that the runtime calls. This page lists the hooks, when each is
+called, and what it returns. It is for authors of plugins. [Writing a plugin](writing-a-plugin.md)
+begins earlier, and the [plugin API](plugin-api.md) has the types of arguments and results.
 
-A plugin is a module named in the entry-point group `ds_runtime`. It has functions of these names
-marked `@hookimpl` (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin`
-returns ([writing a plugin](writing-a-plugin.md#what-plugins-share)). The runtime joins the results
-of the five hooks of offers; their names only help the reader. A function may take fewer arguments
-than listed. So an argument that is added here later breaks no plugin.
+A plugin is a module that the entry-point group `ds_runtime` names. It has functions with the names
+below, marked `@hookimpl` (`from ds_runtime.api import hookimpl`). Or it has an object `hooks` that
+[`plugin`](plugin-api.md#plugin) returns. A function may take fewer arguments than listed, so an
+argument that is added here later breaks no plugin.
 
-A plugin that raises, misspells a hook or an argument, or returns something else is dropped whole.
-`ds-runtime plugins --verbose` shows its traceback.
+| when | hooks |
+|---|---|
+| while the command line is built | `ds_cli` |
+| start 1: the device is chosen | `ds_platform` |
+| start 2: device facts and config.json are known, the config is not frozen yet | `ds_defaults` |
+| start 3: before one decision per op and site | `ds_attention`, `ds_moe`, `ds_quant_loaders`, \
+`ds_topk`, `ds_ops` |
+| start 4: the engine is made, with its weights | `ds_observer` |
+| the server is made | `ds_routes` |
+| pages are first needed from, or by, another engine | `ds_kv_transfer` |
+
+No hook is called during a step. The five hooks of start 3 are the *offers*. The runtime joins their
+results: each of them may return kernels, layouts and loaders, and the names only help the reader.
 
 `ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments. The
-runtime keeps their results, and each runtime gets a copy of the platform. The log names plugin,
-hook and seconds of a call that takes more than 1 s. A hook cannot start a runtime: `LLM`,
-`assemble` and `load_plugins` raise inside a hook, and in a thread that it waits for.
+runtime keeps their results, and each runtime gets a copy of the platform.
 
-The assembly has this order:
-
-1. `ds_platform`
-2. device facts and config.json
-3. `ds_defaults`, then the frozen config
-4. the offers: `ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`
-5. shared layouts, then one decision per op and site
-6. weights
-
-`ds_cli` is called while the command line is built.
+A plugin is dropped whole if it raises, misspells a hook or an argument, or returns something else.
+`ds-runtime plugins --verbose` shows its traceback. The log names plugin, hook and seconds of a call
+that takes more than 1 s. A hook cannot start a runtime: `LLM`, `assemble` and `load_plugins` raise
+inside a hook, and in a thread that it waits for.
 
 """
 
 
 def hooks() -> str:
-    """Every hook with its signature and docstring."""
+    """Every hook with its signature and docstring, and the classes that only hooks get."""
     out = [NOTE, "# Hooks\n\n", HOOKS_HEAD]
     for name in hookspecs.HOOKS:
         function = getattr(hookspecs, name)
-        call = f"{name}({', '.join(inspect.signature(function).parameters)})"
-        out.append(f"## `{call}`\n\n```python\n{_signature(function)}```\n\n")
-        out.append((inspect.getdoc(function) or "") + "\n\n")
-    return "".join(out) + _class(RoutedEngine).rstrip() + "\n"
+        arguments = list(inspect.signature(function).parameters)
+        call = f"{name}({', '.join(arguments)})"
+        out.append(f"## `{call}`\n\n```python\n{signature(function)}```\n\n")
+        out.append(text(function, arguments) + "\n\n" + EXAMPLES.get(name, ""))
+    shown = [of_class(kind, "##") for kind in (RoutedEngine, Stats, Tokens, TokenLogprob)]
+    return "".join(out) + "\n".join(shown).rstrip() + "\n"
 
 
-def _class(kind: type) -> str:
-    """Its docstring, and its public methods with theirs."""
-    out = [f"## `{kind.__name__}`\n\n{inspect.getdoc(kind)}\n\n"]
-    for name, member in vars(kind).items():
-        function = member.fget if isinstance(member, property) else member
-        if isinstance(function, FunctionType) and not name.startswith("_"):
-            said = "@property\n" if isinstance(member, property) else ""
-            out.append(f"```python\n{said}{_signature(function)}```\n\n")
-            out.append((inspect.getdoc(function) or "") + "\n\n")
-    return "".join(out)
+EXAMPLES = {
+    "ds_observer": """\
+```python
+from typing import Any
+
+from ds_runtime.api import EngineConfig, hookimpl
+
+
+class Watch:
+    \"\"\"Prints why each answer ended, and how full the cache is.\"\"\"
+
+    def on_step(self, stats: Any) -> None:
+        self.free = stats.pages_free / stats.pages_total
+
+    def on_finish(self, tokens: Any) -> None:
+        print(f"{tokens.rid}: {tokens.finish}, {self.free:.0%} of the pages are free")
+
+
+@hookimpl
+def ds_observer(config: EngineConfig) -> Watch:
+    return Watch()
+```
+
+""",
+}
 
 
 METRICS_HEAD = """\
@@ -243,7 +312,7 @@ def pages() -> dict[Path, str]:
         DOCS / "known-flags.md": known_flags(NOTE),
         DOCS / "clients.md": ran_pages.clients(),
         DOCS / "flags.md": reference_pages.flags(NOTE),
-        DOCS / "plugin-api.md": reference_pages.plugin_api(NOTE),
+        DOCS / "plugin-api.md": plugin_page.plugin_api(NOTE),
     }
 
 

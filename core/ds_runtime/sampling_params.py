@@ -12,13 +12,24 @@ from ds_runtime.output_rules import OutputRules
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling settings of one request; defaults generate greedily up to 16 tokens.
+    """Sampling settings of one request. The defaults generate greedily up to 16 tokens.
 
-    temperature 0 is greedy. top_k 0 is off. `logprobs`: None is off, n ≥ 0 also gives the n best
-    alternatives per generated token; `prompt_logprobs` likewise for prompt positions. `stop` are
-    strings, `stop_token_ids` ids; both end the text before them unless include_stop.
-    `max_tokens` None means up to the context's end. `seed` None draws one per request. `rules`:
-    what the output must look like; text that they complete ends with finish_reason "stop".
+    * max_tokens: None: up to the context's end. min_tokens: no end before these.
+    * temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: 1 and 0 are off.
+    * presence_penalty, frequency_penalty: as in OpenAI's API; 0 is off. repetition_penalty: above
+      1, tokens that occurred become less likely; 1 is off.
+    * logit_bias: token id → what is added to its logit.
+    * stop: strings. stop_token_ids: ids. Both end the text before them unless include_stop.
+    * ignore_eos: continue after the model's end token.
+    * skip_special_tokens: leave special tokens out of the text.
+    * logprobs: None is off. n ≥ 0 also returns the n best alternatives per generated token.
+    * prompt_logprobs: the same for positions of the prompt.
+    * n: choices per prompt.
+    * seed: None draws one per request.
+    * rules: what the output must look like. Text that completes them ends with finish_reason
+      "stop".
+
+    Raises RequestError for a value out of range.
     """
 
     max_tokens: int | None = 16

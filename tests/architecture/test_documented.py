@@ -67,6 +67,24 @@ def test_every_op_of_every_area_is_in_the_table_and_has_a_field() -> None:
 
 
 @ops
+def test_a_contract_speaks_of_versions_that_are_served(op: Op) -> None:
+    """A version that is named is the present one, or one whose kernels are adapted."""
+    doc = inspect.getdoc(load_attr(op.protocol)) or ""
+    named = {int(n) for n in re.findall(r"\b[Vv]ersion (\d+)", doc)}
+    assert named <= set(op.served), f"{op.name} names versions {named}, served are {op.served}"
+
+
+@ops
+def test_an_op_says_what_its_arguments_are(op: Op) -> None:
+    """Each argument of each method, here or in the contract that its docstring refers to."""
+    doc = inspect.getdoc(load_attr(op.protocol)) or ""
+    arguments = {name for names in op.parameters.values() for name in names}
+    missing = [n for n in arguments if not re.search(rf"\b{n}\b", doc)]
+    refers = re.search(r"\bas in [A-Z]\w+\b", doc)
+    assert not missing or refers, f"the contract of {op.name} does not say what {missing} are"
+
+
+@ops
 def test_an_op_states_its_contract(op: Op) -> None:
     protocol = load_attr(op.protocol)
     assert len(inspect.getdoc(protocol) or "") > 60, "the docstring is the contract"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from faulty import TINY, install, module, tiny_config
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.messages import Stats
+from ds_runtime.engine.messages import Stats, Tokens
 from ds_runtime.engine.observers import Observers
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import asking, hookspecs
@@ -164,6 +165,16 @@ def test_a_slow_hook_is_a_line(
     assert line.startswith(f"plugin one: its {name} took 0.1 s")
 
 
+@pytest.mark.parametrize("imports", ["torch", "json"])
+def test_the_line_says_that_torch_was_imported(imports: str, tmp_path: Path) -> None:
+    """In a process of its own, as torch is here already."""
+    body = f"; import time; time.sleep(1.1); import {imports}"
+    _, done = counted(tmp_path, "-m", "ds_runtime", "plugins", body=body)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("plugin one: its ds_")]
+    told = [line for line in lines if "in which it imported torch: import that only in" in line]
+    assert len(lines) >= 1 and len(told) == (imports == "torch"), "once, by the first that did"
+
+
 @pytest.mark.parametrize("command", ["doctor", "plan"])
 def test_commands_show_the_line(command: str, tmp_path: Path) -> None:
     body = "; import time; time.sleep(1.1)"
@@ -290,6 +301,20 @@ def test_after_a_hook_a_runtime_starts(tmp_path: Path) -> None:
     model = tiny_config(tmp_path / "m")
     assert json.loads((model / "config.json").read_text()) == TINY
     assert assemble(EngineConfig(model=str(model), plugins=("cpu",))).platform.name == "cpu"
+
+
+def test_the_observer_of_the_documents_watches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from typing .*?)```", page, re.S)
+    one = module("one", code)
+    config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugins=("cpu",))
+    observers = Observers(assemble(config, (), [one]))
+    ended = Tokens(rid="a", tokens=[1, 2], finish="stop")
+    now = Stats(pages_total=4, pages_free=1)
+    observers.tell(lambda: now, [Tokens(rid="b", tokens=[3]), ended])
+    assert capsys.readouterr().out == "a: stop, 25% of the pages are free\n"
 
 
 def test_a_slow_observer_is_named_once(

@@ -13,7 +13,8 @@ from ds_runtime.assembly.plan import compress_sites
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.ops.binding.bind import Binder, refusals
 from ds_runtime.ops.binding.facts import site_facts
-from ds_runtime.ops.contract import Decision, Fixable, Kernel, Site
+from ds_runtime.ops.binding.notes import Decision
+from ds_runtime.ops.contract import Fixable, Kernel, Site
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import ConfigError, unreadable
-from ds_runtime.ops.contract import Decision
+from ds_runtime.ops.binding.notes import Decision
 from ds_runtime.ops.table import OPS
 
 FORMAT = 1
@@ -166,7 +166,7 @@ def check_against(plan: Plan, path: str) -> None:
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """A locked plan as a dict. Raises ConfigError if it is none."""
+    """Returns the locked plan in the file `path` as a dict. Raises ConfigError if it is none."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as e:

@@ -20,10 +20,15 @@ GIVEN = "{given}"  # in `sets`: the value that was given
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One flag. says: a sentence after the flag's name. sets: fields by name and the text of their
-    values, or `GIVEN`. refused: the start ends with the sentence. takes: how many values, "none",
-    "one" or "many". values: what single values mean, where that differs. weak: what it sets yields
-    to what is said of the field itself, on the command line or in a file.
+    """What a flag of another engine means here.
+
+    * says: a sentence after the flag's name.
+    * sets: field of EngineConfig → the text of its value, or `GIVEN`.
+    * refused: the start ends with the sentence.
+    * takes: how many values, "none", "one" or "many".
+    * values: value → its own Spelling, if values differ.
+    * weak: what it sets yields to what is said of the field itself, on the command line or in a
+      file.
     """
 
     says: str = ""
@@ -35,12 +40,14 @@ class Spelling:
 
 
 def nothing(says: str, takes: str = "none") -> Spelling:
-    """A flag that changes nothing here; says why."""
+    """Returns the Spelling of a flag that changes nothing here. says: why. takes: as Spelling's."""
     return Spelling(says, takes=takes)
 
 
 def refused(says: str, takes: str = "none") -> Spelling:
-    """A flag of something that is not here; says what to use."""
+    """Returns the Spelling of a flag of something that is not here. says: what to use. takes: as
+    Spelling's.
+    """
     return Spelling(says, refused=True, takes=takes)
 
 

@@ -94,7 +94,9 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """One position: the token, its log-probability, and (id, log-probability) of the best."""
+    """One position. token: its id. logprob: its log-probability. top: (id, log-probability) of the
+    best.
+    """
 
     token: int
     logprob: float
@@ -102,13 +104,18 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class Tokens(msgspec.Struct, tag=True, kw_only=True):
-    """New tokens of one request, in order. `finish` is set on the last message: stop or length.
+    """New tokens of one request, in order.
 
-    finish "stop" with `stop_token` set: the last token of `tokens` is an EOS or stop id.
-    `prompt_logprobs` comes once, with the first tokens: one entry per prompt position, the first
-    is None. `cached_by_tier`: where the cached tokens were, "device", "host" or "storage" (a disk);
-    None without a host tier. `prefill_seconds` comes with the first tokens, too: from the plan of
-    the request's first step to now.
+    * rid: the request's id. tokens: their ids.
+    * logprobs: one entry per token. prompt_logprobs: once, with the first tokens: one entry per
+      position of the prompt, the first is None.
+    * finish: "stop" or "length" on the last message, else None.
+    * stop_token: if finish is "stop": the last of `tokens` is this end or stop id.
+    * cached_tokens: tokens of the prompt that the prefix cache had.
+    * cached_by_tier: where these were: "device", "host" or "storage" (a disk). None without a host
+      tier.
+    * prefill_seconds: comes with the first tokens: from the plan of the request's first step to
+      now.
     """
 
     rid: str
@@ -148,28 +155,44 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Stats(msgspec.Struct, tag=True, kw_only=True):
-    """Counters since start and gauges now, sent at most a few times a second.
+    """Counters since start and gauges now. The front end gets them at most a few times a second.
 
-    `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
-    neither they nor `pages_free` count are those that running requests use, those of `pages_held`
-    that leases of other engines keep, and `pages_coming`, which are read from others. `pages_given`
-    and `pages_pulled` have gone so far. Of snapshots of states: how many there may be, those that
-    later prompts can continue from, how often one did, and those that made room for others. Of host
-    memory: pages that it holds at most, those it has and those that made room for others. Of
-    `cached_tokens` those found there. Bytes that one rank has saved and loaded, and the seconds
-    from when such copies were queued until a step found them ended. Of the disk: of `cached_tokens`
-    those found there, bytes that were written and read, and whether it is full or broken, so that
-    nothing is written. Of speculation: `draft_tokens` were verified, `verified` times one request's
-    at once, and `accepted_tokens` of them were right. `broken`: choices that ended because the
-    model's logits were not finite. Of structured output: processor seconds that masks took, how
-    often a choice sat a step out because its mask was not there, and rules that wait to be
-    compiled. Of steps with prompts: their number, the prompts' new tokens in them, and how many
-    carried less for --max-itl. Since their cost is known: what they took and were expected to take.
-    `wire_bytes`: what each rank has received from the others, by arithmetic; `sum_bytes`, in
-    all-reduces of each kind; `sums`: how many these were. Of steps in which ranks were compared:
-    their number, and by how much the last rank, and each, came later to collectives than the first.
-    `expert_tokens`: by layer, how many tokens chose each routed expert, with --expert-metrics.
-    `compilations`: kernels that were compiled in rank 0's process, by "compiler kernel".
+    * running, waiting: requests now.
+    * pages_total, pages_free, pages_cached: KV pages. Cached ones are held by the prefix cache
+      alone, so that they can be evicted.
+    * pages_held, pages_coming: pages that leases of other engines keep, and those that are read
+      from others. pages_given, pages_pulled: those that have gone each way so far. All other pages
+      are in use.
+    * snapshots_total, snapshots_kept: of states: how many there may be, and those that later
+      prompts can continue from. snapshot_hits: how often one did. snapshots_evicted: those that
+      made room.
+    * host_pages_total, host_pages_kept, host_pages_evicted: pages of host memory: at most, now, and
+      those that made room.
+    * host_saved_bytes, host_loaded_bytes: of one rank. host_save_seconds, host_load_seconds: from
+      when such copies were queued until a step found them ended.
+    * disk_written_bytes, disk_read_bytes: of the disk tier. disk_stopped: 1 if it is full or
+      broken, so that nothing is written.
+    * prompt_tokens, generated_tokens: so far. cached_tokens: prompt tokens that were cached.
+      cached_host_tokens, cached_disk_tokens: of these, those in host memory and on the disk.
+    * preemptions: requests that lost their pages and continue later. prefix_waits: prompts that
+      waited for a beginning that another one was computing.
+    * broken: choices that ended because the model's logits were not finite.
+    * steps, step_seconds: their number and time.
+    * verified: how often a request's drafts were verified. draft_tokens: those that were.
+      accepted_tokens: those that were right.
+    * mask_seconds: processor time of masks of structured output. late_masks: how often a choice sat
+      a step out because its mask was not there. rules_waiting: rules that wait to be compiled.
+    * prefill_steps, prefill_tokens: steps with prompts, and the prompts' new tokens in them.
+      prefill_absorbed: of these, rows that attended absorbed. prefill_steps_cut: steps that carried
+      less for --max-itl.
+    * prefill_seconds, prefill_seconds_expected: what such steps took and were expected to take,
+      since their cost is known.
+    * wire_bytes: what each rank has received from the others, by arithmetic.
+    * sums, sum_bytes: all-reduces by kind, and what each rank received in them.
+    * skew_steps: steps in which ranks were compared. skew_seconds: by how much the last rank came
+      later to collectives than the first. rank_late: the same by rank.
+    * expert_tokens: layer → how many tokens chose each routed expert, with --expert-metrics.
+    * compilations: kernels that were compiled in rank 0's process, by "compiler kernel".
     """
 
     running: int = 0

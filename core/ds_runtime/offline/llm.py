@@ -46,12 +46,16 @@ __all__ = ["LLM", "Completion", "RequestOutput", "Usage"]
 
 
 class LLM:
-    """An engine in this process. `settings` are fields of `EngineConfig`.
+    """An engine in this process, as a context manager or until `close`. Calls may overlap, such as
+    `generate` inside the loop of a stream. Threads may not.
 
-    model: folder, hub id or "demo". extra_plugins: modules with hooks, used in addition to the
-    installed plugins. Raises ConfigError, UnsupportedError or CheckpointError when it cannot start.
-    Calls may overlap (a stream open while another runs, or `generate` inside its loop), threads may
-    not. Close it, or use it as a context manager.
+    * model: a folder, a hub id, a .gguf file or "demo".
+    * platform: a name, or "auto".
+    * dtype: the compute dtype, or "auto".
+    * extra_plugins: modules with hooks, used in addition to the installed plugins.
+    * settings: further fields of `EngineConfig`.
+
+    Raises ConfigError, UnsupportedError or CheckpointError when it cannot start.
     """
 
     def __init__(
@@ -103,9 +107,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model and end the other ranks. May be called twice.
-
-        EngineDeadError where another rank has died, or fails in closing.
+        """Free the model and end the other ranks. May be called twice. Raises EngineDeadError if
+        another rank has died, or fails in closing.
         """
         if self._engine is None:
             return
@@ -144,7 +147,7 @@ class LLM:
         return [] if self._group is None else self._group.pids
 
     def stats(self) -> Stats:
-        """Counters since start and gauges now."""
+        """Returns counters since start and gauges now: `Stats` of docs/hooks.md."""
         return self._alive().stats()
 
     @property
@@ -153,32 +156,33 @@ class LLM:
         return self._assembly.model.vocab_size
 
     def simulate_acceptance(self, probability: float) -> None:
-        """Accept each draft with this probability, whatever its token. For measurements of one rank
-        on random checkpoints, whose answers mean nothing.
+        """Accept each draft with this probability, 0 to 1, whatever its token. For measurements of
+        one rank on random checkpoints, whose answers mean nothing.
         """
         self._alive().runner.parts.simulated = probability
 
     def force_drafts(self, count: int | None) -> None:
-        """Draft `count` tokens per step, whatever pays; None: the setting. For measurements."""
+        """Draft `count` tokens per step, whatever pays. None: as the setting says. For
+        measurements.
+        """
         pace = self._alive().scheduler.limits.pace
         assert pace is not None, "this engine does not draft"
         pace.forced = count
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache; returns the pages freed."""
+        """Empty the prefix cache. Returns the number of pages freed."""
         return self._alive().flush()
 
     def load_lora_adapter(self, name: str, path: str | Path) -> None:
-        """Load a PEFT folder under a name, also while streams are open.
-
-        RequestError says why it cannot be; nothing has changed then.
+        """Load a PEFT folder, `path`, under a name, also while streams are open. Raises
+        RequestError saying why it cannot be; nothing has changed then.
         """
         engine = self._alive()
         with self._call():
             engine.load_adapter(name, str(path))
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Make room for another. RequestError while requests use it."""
+        """Forget an adapter by its name. Raises RequestError while requests use it."""
         self._alive().unload_adapter(name)
 
     def generate(
@@ -187,13 +191,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results in the order of the prompts.
+        """Complete every prompt. Returns a RequestOutput for each, in the order of the prompts.
 
-        A prompt is text or a list of token ids, alone or in a list. `params`: one for all, one
-        per prompt, or None for the defaults (greedy, 16 tokens). `lora`: the name of an adapter
-        for all, or one or None per prompt. RequestError for a prompt or parameter that cannot be
-        served, LogitsError where the model's logits are NaN or infinite; the others are then
-        dropped.
+        * prompts: a text or a list of token ids, or a list of these.
+        * params: one for all, one per prompt, or None for the defaults (greedy, 16 tokens).
+        * lora: the name of an adapter for all, or one or None per prompt.
+
+        Raises RequestError for a prompt or parameter that cannot be served, LogitsError if the
+        model's logits are NaN or infinite. The others are then dropped.
         """
         asked = listed(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -228,10 +233,11 @@ class LLM:
         chat: bool = False,
         lora: str | None = None,
     ) -> Iterator[str]:
-        """The text of one prompt as it appears. `chat`: the prompt is a user's message. `lora`: the
-        name of an adapter.
+        """Yields the text of one prompt piece by piece, as it appears. Leaving the iterator early
+        drops the request.
 
-        Leaving the iterator early drops the request.
+        prompt: text or token ids. params: as in `generate`; `n` is 1. chat: the prompt is a user's
+        message. lora: the name of an adapter.
         """
         if chat:
             (talk,) = conversations([{"role": "user", "content": prompt}])
@@ -257,9 +263,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` on conversations rendered with the checkpoint's chat template.
 
-        messages: one conversation, or a list of them. tools: functions that may be called, as
-        OpenAI's clients write them. `template_kwargs` reach the template. Each choice's `answer`
-        tells reasoning, content and calls apart, by the model's own parsers.
+        * messages: one conversation, or a list of them.
+        * params, lora: as in `generate`.
+        * tools: functions that may be called, as OpenAI's clients write them.
+        * template_kwargs: reach the template.
+
+        Each choice's `answer` tells reasoning, content and calls apart, by the model's own parsers.
         """
         chat = self._maker.chat
         prompts = [chat(c, tools, template_kwargs) for c in conversations(messages)]

@@ -15,7 +15,12 @@ TAIL = 64  # last tokens of a sequence of which each row of a tree says whether 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds for persistent step buffers."""
+    """Upper bounds of a step, for buffers that `state` allocates once.
+
+    max_tokens: rows of a step. max_sequences: sequences of a step. max_pages_per_sequence: columns
+    of a page table. page_size: entries of a block of the op's cache. heads: of this rank. device:
+    the torch device. max_queries: rows of one decoding sequence.
+    """
 
     max_tokens: int
     max_sequences: int
@@ -28,9 +33,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Consecutive variable-length pieces: lengths on the host, and cumulative on the device.
+    """Consecutive pieces of rows, of any lengths.
 
-    cu: [len(lens) + 1] int32, starting with 0.
+    lens: the lengths, on the host. cu: [len(lens) + 1] int32 on the device, 0 and the sums of the
+    first 1, 2, … lengths.
     """
 
     lens: tuple[int, ...]
@@ -38,24 +44,28 @@ class Segments:
 
     @property
     def total(self) -> int:
+        """All rows."""
         return sum(self.lens)
 
     @property
     def longest(self) -> int:
+        """Rows of the longest piece, 0 without any."""
         return max(self.lens, default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """Sequences with one new token each, a few (speculation), or a short chunk of a prompt after
-    many cached tokens: rows [0, rows) of the batch.
+    """Rows [0, rows) of the batch, which attend the cache. A sequence has one new token, a few
+    drafts, or a short chunk of a prompt after many cached tokens.
 
-    page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.
-    kv_lens: [size] int32 on the device, all new tokens included; host_kv_lens likewise. q_lens:
-    rows of each sequence, which are consecutive; empty if every sequence has one. Row j of a
-    sequence with n rows sees its first kv_len − (n − 1 − j) tokens. tree: [rows] int64, where rows
-    are nodes of a tree of drafts. Then a row sees token t of its sequence's kv_len if t < kv_len −
-    TAIL, or if bit t − (kv_len − TAIL) of its number is set.
+    * page_table: [size, max_pages] int32. Entries past a sequence's pages are undefined, but in
+      range.
+    * kv_lens: [size] int32 on the device, the tokens of each sequence with its new ones.
+    * host_kv_lens: the same on the host.
+    * q_lens: rows of each sequence, which are consecutive. Empty: each has one. Row j of n sees the
+      first kv_len − (n − 1 − j) tokens.
+    * tree: [rows] int64 if rows are nodes of a tree of drafts, else None. A row then sees token t
+      of kv_len if t < kv_len − 64, or if bit t − (kv_len − 64) of its number is set.
     """
 
     page_table: Tensor
@@ -66,18 +76,19 @@ class DecodePart:
 
     @property
     def size(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.host_kv_lens)
 
     @property
     def rows(self) -> int:
-        """Rows of all sequences."""
+        """The number of rows of all sequences."""
         return sum(self.q_lens) if self.q_lens else len(self.host_kv_lens)
 
 
 class RowOwners:
-    """The sequence of each row of a DecodePart, and the number of its rows that follow: both
-    [rows] int32 on the device. The same q_lens, as a captured step sees them, are sent once.
+    """The sequence of each row of a DecodePart, and the number of its rows that follow. A kernel
+    keeps one in its state. The same q_lens, as a captured step sees them, are sent to `device`
+    once.
     """
 
     def __init__(self, device: Any) -> None:
@@ -85,6 +96,7 @@ class RowOwners:
         self._made: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
     def of(self, q_lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Returns (sequence, rows that follow) of every row, both [rows] int32 on the device."""
         if self._made is None or self._made[0] != q_lens:
             rows = sum(q_lens)
             both = np.zeros((2, -(-rows // _ALIGNED) * _ALIGNED), np.int32)
@@ -101,10 +113,11 @@ class RowOwners:
 class PrefixChunk:
     """Cached tokens of consecutive prefill sequences: a range of each.
 
-    starts: [sequences] int64, where each range begins. segs: the lengths of the ranges. page_table
-    and q_segs: those of these sequences alone, as in PrefillPart. sequence and row: the first of
-    these sequences and of their new rows, counted in the PrefillPart. adapters: of each cached
-    token, as in Batch.
+    * starts: [sequences] int64, the first token of each range.
+    * segs: the lengths of the ranges.
+    * page_table, q_segs: those of these sequences alone, as in PrefillPart.
+    * sequence, row: the first of these sequences and of their new rows, counted in the PrefillPart.
+    * adapters: of each cached token, as in Batch.
     """
 
     starts: Tensor
@@ -118,11 +131,12 @@ class PrefixChunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Sequences with several new tokens: rows [decode.rows, tokens) of the batch, in order.
+    """Rows [decode.rows, tokens) of the batch: sequences with several new tokens, in order.
 
-    q_segs: new tokens per sequence. page_table: [sequences, max_pages] int32. prefix: cached
-    tokens before the new ones, cut into chunks that bound the memory of their expansion; empty
-    if no sequence has any.
+    * q_segs: new tokens of each sequence.
+    * page_table: [sequences, max_pages] int32.
+    * prefix: cached tokens before the new ones, in chunks that bound the memory of their expansion.
+      Empty if no sequence has any.
     """
 
     q_segs: Segments
@@ -154,14 +168,17 @@ class RowOrder:
 class Batch:
     """One step. Decode rows come first, then prefill rows, sequence by sequence.
 
-    input_ids, positions, slots: [tokens] int64; a negative slot is padding. logit_rows: rows
-    whose logits are wanted, rising, [rows] int64. states: step state per stateful kernel, by its
-    key. adapters: each row's slot of low-rank adapters, −1 for none, [tokens] int32; None if no row
-    has one. order: how rows lie, for the exchange that made it (`parallel.exchange`); where
-    attention is divided by sequences, a rank may have no row at all. index_keys: of trees, where
-    attention is sparse, what each indexer made a key of. blocks: each sequence's block of state
-    groups, decoding ones first, [sequences] int64; None without such groups. Where a sequence
-    begins, at position 0, its block has nothing that counts.
+    * input_ids, positions, slots: [tokens] int64. A negative slot is padding.
+    * logit_rows: [rows] int64, the rows whose logits are wanted, rising.
+    * decode, prefill: the two parts, None if a step lacks one.
+    * states: the state of each stateful kernel, by its key.
+    * adapters: [tokens] int32, each row's slot of low-rank adapters, −1 for none. None if no row
+      has one.
+    * order: how rows lie, for the exchange that made it. Where attention is divided by sequences, a
+      rank may have no row at all.
+    * index_keys: of trees with sparse attention, what each indexer made a key of.
+    * blocks: [sequences] int64, each sequence's block of state groups, decoding ones first. None
+      without such groups. At position 0 nothing in the block counts.
     """
 
     input_ids: Tensor
@@ -183,4 +200,5 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Rows of the batch, padding among them."""
         return int(self.input_ids.shape[0])

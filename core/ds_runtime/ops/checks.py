@@ -1,7 +1,8 @@
 """Gates that many kernels share: common limits of libraries, one sentence each.
 
-A gate is a function of a site's facts that gives None, or why a kernel cannot serve there. Those in
-here know no library: a plugin adds what its own wants beyond them. Torch-free.
+A gate is a function of a site's facts. It returns None, or why a kernel cannot serve there. Some
+names below are gates, others return one. They know no library: a plugin adds what its own needs.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ _FP8 = frozenset({"float8_e4m3fn", FP8_GROUPS})  # kv_dtypes
 
 
 def devices(prefix: str, family: str, *wanted: str) -> Gate:
-    """Runs on devices of this family, whose architectures begin so; made for these, if any are
-    named."""
+    """Returns a gate that refuses all devices except those whose architecture begins with `prefix`.
+    family: what people call them. wanted: if any are named, the only architectures that pass.
+    """
 
     def check(facts: Facts) -> str | None:
         arch = facts.device.arch
@@ -25,7 +27,7 @@ def devices(prefix: str, family: str, *wanted: str) -> Gate:
 
 
 def dtypes(*wanted: str) -> Gate:
-    """Computes in these."""
+    """Returns a gate that refuses a compute dtype that is none of `wanted`."""
 
     def check(facts: Facts) -> str | None:
         if facts.dtype in wanted:
@@ -36,7 +38,7 @@ def dtypes(*wanted: str) -> Gate:
 
 
 def archs(*wanted: str) -> Gate:
-    """Made for these architectures of the plugin's devices."""
+    """Returns a gate that refuses an architecture that is none of `wanted`."""
 
     def check(facts: Facts) -> str | None:
         arch = facts.device.arch
@@ -46,7 +48,7 @@ def archs(*wanted: str) -> Gate:
 
 
 def multiplies(dtype: str) -> Gate:
-    """The device multiplies this dtype."""
+    """Returns a gate that refuses a device without a fast matmul of `dtype`."""
 
     def check(facts: Facts) -> str | None:
         if dtype in facts.device.fast_dtypes:
@@ -57,7 +59,7 @@ def multiplies(dtype: str) -> Gate:
 
 
 def latent(latent: int, rope: int) -> Gate:
-    """Attends in a latent space of this width, with this many rotated values next to it."""
+    """Returns a gate that refuses a model unless kv_lora is `latent` and qk_rope is `rope`."""
 
     def check(facts: Facts) -> str | None:
         found = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
@@ -69,7 +71,9 @@ def latent(latent: int, rope: int) -> Gate:
 
 
 def head_dims(nope: int, rope: int, value: int) -> Gate:
-    """Attends heads of these widths."""
+    """Returns a gate that refuses a model unless qk_nope, qk_rope and v are `nope`, `rope` and
+    `value`.
+    """
 
     def check(facts: Facts) -> str | None:
         dims = facts.dims
@@ -83,7 +87,9 @@ def head_dims(nope: int, rope: int, value: int) -> Gate:
 
 
 def heads(most: int, multiple: int = 1) -> Gate:
-    """Takes up to this many heads of a rank, in multiples."""
+    """Returns a gate that refuses more than `most` heads of a rank, or a number that is no
+    multiple.
+    """
 
     def check(facts: Facts) -> str | None:
         found = facts.dims.get("heads", 0)
@@ -95,7 +101,7 @@ def heads(most: int, multiple: int = 1) -> Gate:
 
 
 def same_kv(facts: Facts) -> str | None:
-    """The cache holds the compute dtype."""
+    """A gate that refuses a KV cache of another dtype than the compute dtype."""
     if facts.kv_dtype == facts.dtype:
         return None
     said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
@@ -103,7 +109,7 @@ def same_kv(facts: Facts) -> str | None:
 
 
 def wide_latents(because: str) -> Gate:
-    """The cache holds no FP8 latents, for this reason."""
+    """Returns a gate that refuses a KV cache of FP8 latents, with the sentence `because`."""
 
     def check(facts: Facts) -> str | None:
         if facts.kv_dtype not in _FP8:
@@ -114,7 +120,7 @@ def wide_latents(because: str) -> Gate:
 
 
 def same_index(facts: Facts) -> str | None:
-    """Index keys have the compute dtype."""
+    """A gate that refuses index keys of another dtype than the compute dtype."""
     if facts.index_dtype == facts.dtype:
         return None
     said = f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
@@ -122,7 +128,9 @@ def same_index(facts: Facts) -> str | None:
 
 
 def page_sizes(*sizes: int) -> Gate:
-    """Reads pages of these sizes, the last being the best."""
+    """Returns a gate that refuses a page size that is none of `sizes`. The last is the one to
+    suggest.
+    """
 
     def check(facts: Facts) -> str | None:
         if facts.page_size in sizes:
@@ -134,7 +142,9 @@ def page_sizes(*sizes: int) -> Gate:
 
 
 def page_multiples(of: int, most: int, best: int) -> Gate:
-    """Reads pages of whole multiples of tokens."""
+    """Returns a gate that refuses a page size above `most`, or no multiple of `of`. best: to
+    suggest.
+    """
 
     def check(facts: Facts) -> str | None:
         if facts.page_size % of == 0 and facts.page_size <= most:
@@ -146,7 +156,9 @@ def page_multiples(of: int, most: int, best: int) -> Gate:
 
 
 def linear_groups(inputs: int, outputs: int = 1) -> Gate:
-    """A matmul of whole groups of inputs, whose outputs are a multiple."""
+    """Returns a gate for a weight [out, in]: `in` must be a multiple of `inputs`, `out` of
+    `outputs`.
+    """
 
     def check(facts: Facts) -> str | None:
         if not facts.shape:
@@ -160,7 +172,9 @@ def linear_groups(inputs: int, outputs: int = 1) -> Gate:
 
 
 def expert_widths(multiple: int) -> Gate:
-    """Routed experts, shape (experts, width, hidden), whose both widths are multiples."""
+    """Returns a gate for `experts`: width and hidden of facts.shape must be multiples of
+    `multiple`.
+    """
 
     def check(facts: Facts) -> str | None:
         odd = [n for n in facts.shape[1:] if n % multiple]
@@ -170,6 +184,6 @@ def expert_widths(multiple: int) -> Gate:
 
 
 def sixteen_bytes(facts: Facts) -> str | None:
-    """Rows of an expert's 16-bit weights are whole 16 bytes."""
+    """A gate for `experts` with 16-bit weights: their rows must be whole 16 bytes."""
     odd = [n for n in facts.shape[1:] if n % 8]
     return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None

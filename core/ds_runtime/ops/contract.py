@@ -60,14 +60,15 @@ class Dims(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device as a kernel may look at it. Memory in bytes, its bandwidth in bytes per second (0:
-    not known).
+    """One device as a kernel may look at it. A number of bytes per second that is not known is 0.
 
-    `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
-    the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
-    `family` is what people call all devices of its platform: `Platform.device_info` knows. `link`
-    joins it to others of its host ("": not known); it receives `link_bandwidth` bytes per second
-    (0: not known). `multicast`: one store may reach all of them.
+    type: the torch device type. name: what plans print. arch: the vendor's name of the
+    architecture. features: what the hardware or the installed software can do. fast_dtypes: those
+    with a fast matmul. memory: bytes. cores: those of a CPU, or a GPU's multiprocessors. bandwidth:
+    of its memory, in bytes per second. family: what people call all devices of its platform;
+    `Platform.device_info` knows. link: joins it to others of its host; "": not known.
+    link_bandwidth: bytes per second that it receives by the link. multicast: one store may reach
+    all devices of the link.
     """
 
     type: str
@@ -90,9 +91,11 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something cannot run here: a kind and a sentence, with the traceback if there is one.
+    """Why something cannot run here: a kind, a reason and, if there is one, a traceback.
 
-    Only `broken` (installed, hardware there, but failing) stops a start.
+    `absent`: no such hardware. `not installed`: a package is missing. `unsupported`: too old, too
+    new, not implemented. `not allowed`: the plugin may not be loaded here. `broken`: installed and
+    there, but failing; only this kind stops a start.
     """
 
     kind: RefusalKind
@@ -105,17 +108,29 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything static that a kernel may look at; never a request. All dtypes are strings.
+    """Everything static that a kernel may look at; never a request. All dtypes are texts.
 
-    The first block describes the process, the second one site (an op at a place in the model).
-    `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
-    calls are recorded and replayed with other contents of the same tensors. So a call may not wait
-    for the device. What it launches may depend on shapes and limits, but on no length. `crowded`:
-    ops whose second forms of weights (`Footprint.second_form`) find no room. `quantized`: weights
-    of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a call, at
-    most, that torch.compile's functions serve; 0: none. `context`: tokens of a sequence at most; 0:
-    not known. `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: of the
-    device's link. `batch_invariant`: see `own_bits`: the same arithmetic for a row in any call.
+    The first block describes the process. dims: see below. dtype: the compute dtype. kv_dtype: of
+    the KV cache. index_dtype: of the index cache, if attention is sparse. page_size: entries of a
+    block of the site's cache. ranks: the size of each mesh axis. hosts: machines that have them.
+    interconnect, multicast: as DeviceInfo's link and multicast. deterministic: results need the
+    same bits in every run. batch_invariant: the user wants rows with bits of their own; kernels
+    look at `own_bits`. graph_capture: calls are recorded and replayed with other contents of the
+    same tensors. So a call may not wait for the device. What it launches may depend on shapes and
+    limits, but on no length. crowded: ops whose second forms of weights (`Footprint.second_form`)
+    find no room. quantized: weights of the checkpoint are, or are rounded when they are loaded.
+    compiled_rows: rows of a call, at most, that torch.compile's functions serve; 0: none. context:
+    tokens of a sequence at most; 0: not known.
+
+    The second block describes a site. role: "target", or "draft" for the layer that drafts. layer:
+    its number, −1 outside the layers. module: its path in the layer, such as "mlp.down_proj".
+    phase: the kind of step, "any" if all run it. weight_format: that of the weight, if the op owns
+    one. shape: of this rank's weight, [out, in], or (experts, width, hidden) of `experts`.
+
+    Names in dims: hidden, layers, heads, q_lora (0: none), kv_lora, qk_nope, qk_rope, v,
+    intermediate, moe_intermediate, experts, top_k, vocab. Sparse attention adds index_heads,
+    index_dim, index_topk; DeepSeek-V4 adds window, o_groups, o_lora, streams. Heads, o_groups and
+    intermediate widths are one rank's, all else is the model's.
     """
 
     device: DeviceInfo
@@ -191,9 +206,8 @@ Gate = Callable[[Facts], "str | None"]
 
 
 class Fixable(str):
-    """A refusal that the user can undo; it reads "SAID: REMEDY".
-
-    `Fixable("page size 16, takes 64", "pass --page-size 64")`.
+    """A refusal that the user can undo. `Fixable("page size 16, takes 64", "pass --page-size 64")`
+    reads "page size 16, takes 64: pass --page-size 64"; `remedy` is the second text.
     """
 
     __slots__ = ("remedy",)
@@ -210,9 +224,8 @@ class Fixable(str):
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """A kernel's `refuse` made of several gates: the first that refuses speaks.
-
-    `plan --explain` asks each of them, so none may need that an earlier one accepted.
+    """A kernel's `refuse` made of several gates, `checks`: the first that refuses speaks. `plan
+    --explain` asks each of them, so none may need that an earlier one accepted.
     """
 
     checks: tuple[Gate, ...]
@@ -222,7 +235,7 @@ class Gates:
 
 
 def gates(*checks: Gate) -> Gates:
-    """One `refuse` of several gates, in this order; Gates among them are opened up."""
+    """Returns one `refuse` of these gates, in their order. Gates among `checks` are opened up."""
     parts = [part for c in checks for part in (c.checks if isinstance(c, Gates) else (c,))]
     return Gates(tuple(dict.fromkeys(parts)))
 
@@ -233,15 +246,17 @@ def _accept(facts: Facts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation of one op, offered by one plugin: `fn`, lazy, `"module:attr"`.
+    """One implementation of one op. What it does not declare is refused.
 
-    `refuse(facts)`: None or a sentence; `gates` joins several. `formats` are the weight formats
-    that `pack` reads (ops that own weights), `layouts` the tags of the shared layouts that it reads
-    or writes. What is not declared is refused. `contract` is the version of the contract that it
-    was written for. `numerics` names the row of the op's tolerance that applies where the
-    arithmetic is coarser than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
-    `promises` says what holds in every call, and `rows` which calls it serves where several
-    divide them. `footprint` says what it takes and reads of memory, `compiles` how calls compile.
+    op: the contract. fn: lazy "module:attr" of the function, or of what makes the object from
+    Facts. provider: who offers it. rank: the highest that does not refuse is chosen. refuse:
+    `(facts) -> str | None`, a sentence or None. formats: weight formats that `pack` reads, if the
+    op owns weights. layouts: tags of the shared layouts that it reads or writes. phases: those that
+    it serves; sites of all phases do not ask. note: a remark for the plan. contract: the version of
+    the contract that it was written for. numerics: the row of the op's tolerance, such as
+    "fp8_w8a8", if the arithmetic is coarser than the compute dtype; empty: the compute dtype's row.
+    promises: what holds in every call. rows: the calls that it serves, if several divide them.
+    footprint: what it takes and reads of memory. compiles: how calls compile.
     """
 
     op: Op
@@ -266,6 +281,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
+        """PROVIDER.ATTR, as pins and plans name it."""
         return f"{self.provider}.{self.fn.rsplit(':', 1)[-1]}"
 
     @property
@@ -278,7 +294,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A plugin's wish to change one config field, with the reason that the log shows."""
+    """A plugin's wish. field: of EngineConfig. value: its new value. because: shown by the log."""
 
     field: str
     value: Any
@@ -289,12 +305,12 @@ class Change:
 class Encoding:
     """How a checkpoint stores one Linear, as its config and the module's name say.
 
-    format: the weight format (`ops/formats.py`, or a plugin's own) that reading it gives. layout:
-    how its codes lie in the files; the core reads those of `weights/layouts.py`, any other is for
-    the loader's own `read`. tensors: component of `WeightPart` → the tensor's name below the
+    format: the canonical weight format that reading returns (docs/formats.md), or a plugin's own.
+    layout: how its codes lie in the files. The core reads those of `weights/layouts.py`; any other
+    is for the loader's own `read`. tensors: component of `WeightPart` → the tensor's name below the
     module; "../NAME" lies next to it. optional: components that may be missing. unread: tensors
-    that may be there and say nothing. block: (rows, columns) that share a scale, 0 for all of
-    them, where it is not the format's. divides: the global scales divide instead of multiplying.
+    that may be there and say nothing. block: (rows, columns) that share a scale, 0 for all of them,
+    if it is not the format's. divides: the global scales divide instead of multiplying.
     """
 
     format: str
@@ -311,17 +327,18 @@ DENSE = Encoding("dense")
 
 @dataclass(frozen=True, slots=True)
 class QuantLoader:
-    """Reads one way to quantise checkpoints. Torch-free except through `read`.
+    """Reads one way to quantise checkpoints. Torch-free except through `read` and `samples`.
 
-    All get the quantization_config of config.json, `{}` when there is none, with the content of
-    hf_quant_config.json under that name where there is such a file. `accepts` says whether it is
-    this loader's. `encodings` parses it once and gives a function: path of a Linear → Encoding.
-    `refuse` says which value it does not read where the format is its own, None where it is
-    another's; it is asked once no loader accepts. `read` is a lazy function `(PartRequest) ->
-    WeightPart`, by default `read_part`, which knows the core's layouts. `samples` is a lazy
-    function `(values, module) -> Iterable[LoaderSample]` for conformance: a Linear of about these
-    values [rows, cols] float32 at this path, stored in each way that the loader reads. Nothing for
-    a shape or a module that the format does not have.
+    Its functions get the quantization_config of config.json, `{}` if there is none. It has the
+    content of hf_quant_config.json under that name, if there is such a file.
+
+    name: of the format. accepts: whether the config is this loader's. encodings: parses it once and
+    returns a function, path of a Linear → Encoding. read: lazy `(PartRequest) -> WeightPart`; the
+    default knows the core's layouts. provider: as Kernel's. refuse: which value it does not read,
+    if the format is its own, else None. It is asked if no loader accepts. samples: lazy `(values,
+    module) -> Iterable[LoaderSample]` for conformance: a Linear of about these values [rows, cols]
+    float32 at this path, in each way that the loader reads. It yields nothing for a shape or module
+    that the format does not have.
     """
 
     name: str
@@ -339,32 +356,15 @@ class QuantLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Who won an op at a site, and every refusal. `lost` are acceptable kernels of lower rank.
-
-    converts: in what the weight is held because no kernel reads its own format, or the kernel does
-    not keep it, and what that costs. instead: better ones that --batch-invariant alone keeps out.
-    """
-
-    op: str
-    site: Site
-    kernel: str
-    provider: str
-    rank: int
-    refused: tuple[tuple[str, str], ...] = ()
-    lost: tuple[tuple[str, int], ...] = ()
-    note: str = ""
-    layout: str = ""
-    contract: int = 1
-    converts: str = ""
-    instead: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens choose experts: the router's constants, from config.json.
+    """How tokens choose experts: the router's constants, from config.json. `route` says what they
+    do.
 
-    shared: slots of shared experts after the routed ones, which every token takes.
+    top_k: experts of a token. num_experts: of a layer, those of all ranks. n_group: groups of
+    experts. topk_group: groups that a token may choose from. scoring: logits → scores. method: how
+    the best are found. renormalize: weights of a token sum to 1 before `scale`. scale: weights are
+    multiplied by it. shared: slots of shared experts after the routed ones, which every token
+    takes.
     """
 
     top_k: int
@@ -379,7 +379,7 @@ class Routing:
 
 
 def load_attr(path: str) -> Any:
-    """Import `"module:attr"`."""
+    """Returns what the lazy `path`, "module:attr", names; imports the module."""
     module, _, attr = path.partition(":")
     return getattr(import_module(module), attr)
 

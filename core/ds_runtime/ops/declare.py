@@ -94,37 +94,53 @@ def later(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A contract: semantics (reference), evidence (samples) and slack (tolerance).
+    """A contract: semantics (reference), evidence (samples) and slack (tolerance). A plugin reads
+    these fields. It never makes an Op.
 
-    `protocol` names the typing.Protocol whose docstring is the contract. `kind` is "function"
-    (a kernel's `fn` is the callable) or "object" (`fn` is called with the site's Facts and returns
-    the object). `samples` names a generator `(facts) -> Iterator[Case]`; unless said otherwise,
-    `NAME_samples` next to the Protocol. `tolerance` is dtype → relative error bound,
-    ‖out − oracle‖ / ‖oracle‖. `judge(args, got, want, tolerance)`, where the contract leaves more
-    freedom than that, gives (error, "" or what is wrong). `defined(args, result)` is the result
-    without what the contract leaves undefined.
+    Of every op:
 
-    Mappings are by method, "" for a function. `results` gives shapes and dtypes of what comes back,
-    from the facts of the place and the arguments; no entry: nothing does. `rows` says which
-    arguments have a row per token, `among` the one whose rows others read, too, so that a call
-    which has it is not taken apart. `by_sequence`: attention, which is taken apart by sequences.
-    `own_rows`: equal rows give equal results whatever else is in the batch. `writes` are the
-    arguments that are written in place, `contiguous` is true of what comes back. `cost` is what a
-    call moves and computes, and how it is timed.
+    * name: what offers and pins call it. summary: a line for plans.
+    * protocol: names the typing.Protocol whose docstring is the contract.
+    * kind: "function": a kernel's `fn` is the callable. "object": `fn` is called with the site's
+      Facts and returns the object.
+    * parameters: method → names of its arguments, "" for a function. The same keys are in the
+      mappings below.
+    * version: of the contract. adapter: names a function that makes a kernel of the version before
+      serve this one. Empty: that version is not served.
+    * heavy: on its reference it costs much of a step.
+    * owns_weights: it has `pack`. beside: Protocols of methods that an object may have in addition.
+    * layout: the kind of layout that its kernels must agree on. chooses: the best of them that
+      agrees with all others chooses it.
 
-    `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which runs where
-    no fused kernel is bound. `optional` (fusions only): where no plugin offers it the model itself
-    computes it by the ops in `uses`, at their own sites, and has no site for it. `layout` names the
-    shared layout that kernels of this op must agree on. `chooses`: the best of them that agrees
-    with all others chooses it, as these read most of the cache. `sized`: its samples have the
-    widths of the model's heads and latent. `adapter` names a function that takes what a kernel of
-    the contract's previous version names with `fn` and returns the same by this version; empty:
-    that version is served no more. `beside` names Protocols of what an object may have beyond it.
+    For conformance:
 
-    `absent`: ids may be −1, of experts that other ranks have, and kernels say that they skip these.
+    * reference: names the torch form. samples: names a generator `(facts) -> Iterator[Case]`, by
+      default `NAME_samples` next to the Protocol.
+    * tolerance: dtype → relative error bound, ‖out − oracle‖ / ‖oracle‖.
+    * judge: `(args, got, want, tolerance) -> (error, what is wrong or "")`, if the contract leaves
+      more freedom than that.
+    * defined: `(args, result) -> result` without what the contract leaves undefined.
+    * results: shapes and dtypes of what comes back, from the facts of the place and the arguments.
+      Without an entry nothing does. contiguous: what comes back is. writes: arguments that are
+      written in place.
+    * rows: which arguments have a row per token. among: the one whose rows others read, too. A call
+      which has it is not taken apart. by_sequence: calls are taken apart by sequences. own_rows:
+      equal rows give equal results whatever else is in the batch.
+    * absent: ids may be −1, of experts that other ranks have. sized: samples have the widths of the
+      model's heads and latent.
+    * cost: what a call moves and computes, and how it is timed.
 
-    Of the reference: `waits`, it reads the device to decide what to do. `plain`, it sums no rows,
-    so that a row's bits are its own. `compiles`, it is worth torch.compile for few rows.
+    Of a fusion:
+
+    * uses: the smaller ops. composition: names a function `(ops, *args)` over these, which runs if
+      no fused kernel is bound.
+    * optional: without an offer the model itself computes it by `uses`, at their own sites, and has
+      no site for it.
+
+    Of the reference:
+
+    * waits: it reads the device to decide what to do. plain: it sums no rows, so that a row's bits
+      are its own. compiles: it is worth torch.compile for few rows.
     """
 
     reference: str

@@ -11,7 +11,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same, negative
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a facts string ("bfloat16", "float64", …)."""
+    """Returns the torch dtype that a `name` in Facts means ("bfloat16", "float64", …)."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"dtype {name!r} is none of torch's")
@@ -55,7 +55,9 @@ def fp8_vectors(x: Tensor, ue8m0: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def decode_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as `dtype` numbers. One byte per scale means 2^(byte − 127), 255 being NaN."""
+    """Returns scales as `dtype` numbers, of the shape of `scale`. A byte means 2^(byte − 127), 255
+    being NaN.
+    """
     if scale.dtype == torch.uint8 or scale.dtype == torch.float8_e8m0fnu:
         byte = scale.view(torch.uint8)
         value = torch.exp2(byte.to(torch.float64) - 127)

@@ -19,15 +19,18 @@ DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What holds in every call. The binder refuses a kernel where a run needs what it lacks.
+    """What holds in every call of a kernel. The binder refuses a kernel if a run needs a promise
+    that it lacks. Conformance tests every promise.
 
-    `deterministic`: the same bits in every run (`Facts.deterministic` needs it). `graph_safe`:
-    calls may be recorded and replayed (`Facts.graph_capture`). `batch_invariant`: a row's bits
-    depend on that row alone, not on how many others there are (`Facts.own_bits`). `skips_absent`:
-    experts of number −1, which other ranks have, add nothing; needed where ranks divide experts by
-    number. `takes_codes`: has what QuantizedExperts lists, so that ranks may send each other
-    codes. Conformance holds a kernel to each of these. `many_rows`, of MlaDecode: any number of
-    rows of a sequence are fast (see there).
+    * deterministic: the same bits in every run, as `Facts.deterministic` demands.
+    * graph_safe: calls may be recorded and replayed, as `Facts.graph_capture` demands.
+    * batch_invariant: the bits of a row depend on that row alone, not on the number of rows
+      (`Facts.own_bits`).
+    * skips_absent: experts of number −1, which other ranks have, add nothing. Ranks that divide
+      experts by number need it.
+    * takes_codes: the object has the methods of QuantizedExperts, so that ranks may send each other
+      codes.
+    * many_rows: of MlaDecode: any number of rows of a sequence is fast, as its contract says.
     """
 
     deterministic: bool = True
@@ -42,14 +45,20 @@ class Promises:
 class RowRange:
     """The calls of a place that a kernel takes, if several kernels divide them by rows.
 
-    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say).
-    Kernels of one packing may serve one place. Those with bounds serve the calls of `first` rows or
-    more and fewer than `below` (0: no bound). One without bounds packs, and serves the rest. If all
-    have bounds, the best of them does. Functions need no packing: those that rank before the first
-    without bounds divide its calls so. `methods`: those of which the bounds hold; empty: all.
-    Others are served by the one that packs, for any number of rows. `bits`: kernels of an op with
-    the same tag give a row the same bits, and may divide calls where rows must have bits of their
-    own.
+    Kernels of one packing may serve one place. A kernel with bounds serves the calls within them.
+    The kernel without bounds packs, and serves the rest. If all have bounds, the best of them
+    packs. Functions need no packing: those that rank before the first without bounds divide its
+    calls in this way.
+
+    * packing: the shared form in which `pack` leaves a weight if it can, such as FP8_ROWS.
+    * first: the least number of rows.
+    * below: one more than the largest number of rows. 0: no bound.
+    * methods: those that the bounds are about. Empty: all. Other methods are served by the kernel
+      that packs, for any number of rows.
+    * bits: a tag. Kernels of an op with the same tag give a row the same bits. They may divide
+      calls even if rows must have bits of their own.
+
+    Raises ValueError for bounds that hold no number of rows.
     """
 
     packing: str = ""
@@ -76,19 +85,22 @@ class RowRange:
 class Footprint:
     """The memory that a kernel takes, and the bytes that its calls read.
 
-    `keeps`: the formats that stay packed in their own encoding; others are held in the compute
-    dtype. None: none where the kernel reads dense weights, otherwise all that it reads. `copies`
-    says how often `pack` keeps the weight (laid out for several uses). `second_form`, of a kernel
-    that reads a weight of a shared packing in a form of its own, is how much that takes as a share
-    of the weight. What `fn` gives then has two methods. `hold_second_form(packed) -> Packed` is
-    called once the weight is packed, by whichever kernel, and adds the form if it can.
-    `serves(rows, packed)` says whether a call within its bounds is one for it. Where memory has no
-    room, the kernel is refused. `workspace(facts, rows)` gives the bytes that a call of `rows` rows
-    holds at most beyond its arguments, weights and results; None says nothing. Conformance holds a
-    kernel to it.
-    `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
-    that format's bytes that its calls read then. It says what a step must read; the estimate of
-    memory does not count on it. Raises TypeError or ValueError naming the field for other values.
+    * keeps: the weight formats that stay packed in their own encoding. Others are held in the
+      compute dtype. None: no format, if the kernel reads dense weights, else every format that it
+      reads.
+    * copies: how often `pack` keeps the weight, laid out for several uses.
+    * second_form: the size of a further form of a weight of a shared packing, as a share of the
+      weight. The object then has `hold_second_form(packed) -> Packed` and `serves(rows, packed) ->
+      bool`. The first is called once the weight is packed, by whichever kernel, and adds the form
+      if it can. The second says whether a call within the bounds is one for the kernel. If memory
+      has no room for the form, the kernel is refused.
+    * workspace: `(facts, rows) -> int`, the bytes that a call of `rows` rows holds at most besides
+      its arguments, weights and results. Conformance tests it. None says nothing.
+    * reads: `(facts) -> float`, if the kernel packs weights tighter than their own format: the
+      share of that format's bytes that a call reads. It says what a step must read. The estimate of
+      memory does not use it.
+
+    Raises TypeError or ValueError naming the field for other values.
     """
 
     keeps: frozenset[str] | None = None
@@ -124,18 +136,20 @@ def _check_share(name: str, value: Any, zero: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compiles:
-    """Compiles the calls of a kernel before they run, if it compiles on first use. Each is lazy,
-    `"module:attr"`.
+    """Functions that compile a kernel's calls before they run, if it compiles on first use. Each is
+    lazy, `"module:attr"`, or empty.
 
-    `ahead` names a function `(facts, rows) -> None` that has calls of each of these numbers of rows
-    compiled, all that a step can have, without weights, into a cache on disk. Other processes call
-    it while weights are loaded, with the device as torch's current one. `rehearsal` names a
-    function that gives a context, whose value says whether it works here. Within it, calls of all
-    kernels that name it compile and do not run. Their results are zeros, and leaving it waits until
-    all have compiled. `variant` names a function `(facts, rows) -> Hashable`. Calls of numbers of
-    rows for which it is the same are served by what one of them had compiled (rows of attention
-    over prompts: the longest sequence's). It is asked of every number that a step can have; empty:
-    one call serves for all. Raises TypeError or ValueError for what is no such path.
+    * ahead: `(facts, rows) -> None` compiles calls of each of these numbers of rows into a cache on
+      disk, without weights. `rows` has all numbers that a step can have. Other processes call it
+      while weights are loaded, with the device as torch's current one.
+    * rehearsal: `() -> context manager`, whose value says whether it works here. Within it, calls
+      of all kernels that name it compile and do not run. Their results are zeros. Leaving it waits
+      until all have compiled.
+    * variant: `(facts, rows) -> Hashable`. Numbers of rows with the same value share what was
+      compiled for one of them. For attention over prompts `rows` is the longest sequence. It is
+      asked of every number that a step can have. Empty: one call compiles for all.
+
+    Raises TypeError or ValueError for a text that is no such path.
     """
 
     ahead: str = ""
@@ -172,13 +186,19 @@ def check_groups(kernel: str, **given: object) -> None:
 class Layout:
     """A byte layout that several kernels must agree on, such as that of the KV cache.
 
-    `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
-    `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).
-    `bytes_per_token(facts)` is of one entry. `copy`: lazy, `(cache, sources, targets)`, puts what
-    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice.
-    `export`: lazy, `(cache, blocks) -> [n, bytes of a block] uint8`; `restore`: lazy, `(cache,
-    blocks, exported)`. By default a block is what lies along the first dim, and a layout that keeps
-    more elsewhere brings its own.
+    A cache of one layer is a tensor of blocks along its first dim, of `facts.page_size` entries
+    each. A block is a page, or the state of a request (`CacheGroup`).
+
+    * name, version: make the tag, `name.vVERSION`. Other bytes need another version.
+    * allocate: lazy `(blocks, facts, device) -> Tensor`, the zeroed cache of one layer.
+    * bytes_per_token: `(facts) -> int`, the bytes of one entry of one layer.
+    * page_sizes: the numbers of entries that a block may have. Empty: any.
+    * copy: lazy `(cache, sources, targets) -> None`. Blocks `targets` become what blocks `sources`
+      are, both [n] int64. No block is named twice.
+    * export: lazy `(cache, blocks) -> Tensor`, [n, bytes of a block] uint8 for blocks [n] int64.
+    * restore: lazy `(cache, blocks, exported) -> None`, the inverse of `export`.
+
+    The defaults of the last three fit if a block lies along the first dim and nowhere else.
     """
 
     name: str
@@ -192,4 +212,5 @@ class Layout:
 
     @property
     def tag(self) -> str:
+        """What kernels name in `Kernel.layouts`."""
         return f"{self.name}.v{self.version}"

@@ -16,8 +16,10 @@ LAYOUTS = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
 
 class Declared(TypedDict, total=False):
     """Fields of `Kernel` that an offer may set in addition to op, function, rank and gates.
+    formats, layouts, phases: any collection of texts. compiles: functions below the provider's
+    package.
 
-    The functions that `compiles` names lie below the provider's package.
+    note, contract, numerics, promises, rows, footprint: as in Kernel.
     """
 
     formats: Collection[str]
@@ -37,14 +39,17 @@ _SETS = frozenset({"formats", "layouts", "phases"})
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """Makes the offers of one provider: a name that pins may use, and what its kernels share.
+    """Makes the offers of one provider, and holds what its kernels share.
 
-    `package`: of its modules, such as "ds_runtime_acme"; `fn` begins below it. `gate`: refuses
-    other devices, and is asked first. `layouts`: the tag of the layout that kernels read or write,
-    for each kind of `Op.layout` ("kv", "index"). `contracts`: the version of the contract that the
-    kernels of an op are written for, where it is not 1. `numerics`: the row of the tolerance that
-    applies to kernels made for one weight format alone, by that format. `declared`: further fields
-    of `Kernel` that all of its offers have.
+    * name: what pins call it.
+    * package: the package of its modules, such as "ds_runtime_acme". `fn` begins below it.
+    * gate: refuses other devices. It is asked first.
+    * layouts: the tag of the layout that its kernels read or write, for each kind of `Op.layout`
+      ("kv", "index"). The default has the layouts of the references.
+    * phases: of its kernels, as in Kernel.
+    * contracts: op → the version of its contract that the kernels are written for, if it is not 1.
+    * numerics: weight format → the row of the tolerance for kernels of that format alone.
+    * declared: further fields of `Kernel` that all offers have.
     """
 
     name: str
@@ -59,10 +64,15 @@ class Provider:
     def offer(
         self, op: str, fn: str, rank: int, *each: Gate, **declared: Unpack[Declared]
     ) -> Kernel:
-        """Returns the offer of the kernel `fn`, "module:attr" below the package, for an op.
+        """Returns the offer of a kernel for an op.
 
-        `each`: gates after the provider's own. `declared`: fields of `Kernel`, instead of what the
-        provider has. Raises KeyError for an unknown op, TypeError for an unknown field.
+        * op: its name, as in contracts.
+        * fn: "module:attr" of the kernel below the package.
+        * rank: orders the kernels of an op. The highest that does not refuse is chosen.
+        * each: gates after the provider's own.
+        * declared: fields of `Kernel`, in place of what the provider has.
+
+        Raises KeyError for an unknown op, TypeError for an unknown field.
         """
         says: dict[str, Any] = {**self.declared, **declared}
         formats = frozenset(says.get("formats", ()))

@@ -25,25 +25,30 @@ _FOUR_BIT_FLOATS = frozenset({"nvfp4", "mxfp4"})
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One checkpoint Linear, or this rank's shard of it, in a format of `ops/formats.py`.
+    """One checkpoint Linear, or this rank's shard of it, in one of the formats of docs/formats.md.
 
-    tensors: component → tensor, all on one device, owned by the part:
+    * name: the Linear's path.
+    * format: the weight format.
+    * shape: (rows, cols) of the part.
+    * tensors: component → tensor, all on one device, owned by the part. See below.
+    * block: (rows, cols) covered by one scale, in numbers: (1, columns of the Linear) for a scale
+      per row. None for "dense".
+    * offset: position of the part's first element inside its first block, for shards that cut one.
+    * dequantiser: lazy `(part, dtype) -> Tensor`, for formats of a plugin's own.
 
-    * "weight" [rows, cols]: the numbers ("dense"), or a code per element in the format's dtype,
-      nothing packed: e4m3. Int8. Int4 codes in int8, −8 … 7, or 0 … 15 with "zero". E2m1 codes
-      0 … 15 in uint8 (bit 3 the sign, then 0 ½ 1 1½ 2 3 4 6).
+    Components:
+
+    * "weight" [rows, cols]: the numbers ("dense"), or one code per element. Codes are e4m3, int8,
+      or int4 in int8: −8 … 7, or 0 … 15 with "zero". E2m1 codes are 0 … 15 in uint8 (bit 3 the
+      sign, then 0 ½ 1 1½ 2 3 4 6).
     * "scale": the rows and columns of the scale grid that cover the part, multiplied with codes.
       Any float dtype, or one byte (uint8, e8m0) that means 2^(byte − 127). Never NaN.
     * "zero": like "scale", int8: subtracted from the codes first. Integer formats only.
     * "global" [1] float32: multiplied with every scale. Only, and always, "nvfp4".
     * "group" [cols] int32: the column of the scale grid that each column belongs to. Only, and
-      always, "int4_actorder", whose grid then has all columns, however the part is cut.
-    * "input_scale" [1] float32: the scale of activations that the checkpoint was calibrated for:
-      x ≈ code · input_scale. A hint: a kernel may round activations more finely, or not at all.
-
-    block: (rows, cols) covered by one scale; offset: position of this part's first element
-    inside its first scale block, for shards that cut a block. dequantiser: "module:attr" of a
-    function (part, dtype) → values, for formats of a plugin's own.
+      always, "int4_actorder", whose grid has all columns, however the part is cut.
+    * "input_scale" [1] float32: the scale of activations that the checkpoint was calibrated for, x
+      ≈ code · input_scale. A hint: a kernel may round activations otherwise, or not at all.
     """
 
     name: str
@@ -55,42 +60,48 @@ class WeightPart:
     dequantiser: str = ""
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The logical [rows, cols] values in `dtype`, computed in fp32 (float64 if asked)."""
+        """Returns the values that the part means, [rows, cols] in `dtype`, computed in fp32, or in
+        float64 if that is asked.
+        """
         return dequantise(self, dtype)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A logical [out, in] matrix: one or several parts, concatenated along `out`."""
+    """A logical [out, in] matrix: `parts` of one format, concatenated along `out`."""
 
     parts: tuple[WeightPart, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(out, in)."""
         return (sum(p.shape[0] for p in self.parts), self.parts[0].shape[1])
 
     @property
     def format(self) -> str:
+        """The weight format of the parts."""
         return self.parts[0].format
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in] in `dtype`."""
+        """Returns the values, [out, in] in `dtype`."""
         values = [p.dequantise(dtype) for p in self.parts]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def expect(self, formats: Collection[str], tag: str) -> None:
-        """Raise TypeError if the kernel `tag` does not read this format."""
+        """Raises TypeError if `formats`, which the kernel `tag` reads, lack this weight's."""
         if self.format not in formats:
             raise TypeError(f"{tag} reads {' and '.join(formats)}, not {self.format}")
 
 
 @dataclass
 class Packed:
-    """A weight in the form that a kernel packed. `apply` refuses one with another kernel's tag.
+    """A weight in the form that a kernel packed.
 
-    tag: kernel and packed layout, e.g. "cpu.linear_prepacked", or the name of a shared packing.
-    tensors: whatever the kernel needs. nbytes: bytes held. restore: gives the logical float32
-    values back.
+    * tag: kernel and packed form, such as "cpu.linear_prepacked", or the name of a shared packing.
+    * shape: of the weight, (out, in), or (experts, width, hidden).
+    * tensors: whatever the kernel needs.
+    * nbytes: the bytes that it holds.
+    * restore: `(packed) -> Tensor`, the logical values in float32, or None.
     """
 
     tag: str
@@ -100,13 +111,15 @@ class Packed:
     restore: Any = field(default=None, repr=False)
 
     def dequantise(self) -> Tensor:
-        """Logical values in float32: [out, in], or [experts, out, in] stacks where said."""
+        """Returns the logical values in float32: [out, in], or stacks [experts, out, in] if the
+        contract says so. Raises TypeError without `restore`.
+        """
         if self.restore is None:
             raise TypeError(f"{self.tag} cannot give its values back")
         return self.restore(self)  # type: ignore[no-any-return]
 
     def expect(self, *tags: str) -> None:
-        """Raise if this was packed by another kernel."""
+        """Raises TypeError if another kernel packed this: its tag is none of `tags`."""
         if self.tag not in tags:
             read = " or ".join(map(repr, tags))
             raise TypeError(f"packed as {self.tag!r}, but this kernel reads {read}")
@@ -114,11 +127,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """The weights before attention in the latent space, of this rank's heads. Norm weights are in
-    the compute dtype.
+    """The weights before attention in the latent space, of this rank's heads. Shapes are [out, in].
 
-    q_a [q_lora, hidden], q_b [heads · (nope + rope), q_lora], kv_a [kv_lora + rope, hidden], kv_b
-    [heads · (nope + v), kv_lora] as in MlaAbsorb; q_norm [q_lora], kv_norm [kv_lora].
+    * q_a: [q_lora, hidden]. q_b: [heads · (nope + rope), q_lora].
+    * kv_a: [kv_lora + rope, hidden]. kv_b: [heads · (nope + v), kv_lora], as in MlaAbsorb.
+    * q_norm: [q_lora] and kv_norm: [kv_lora], weights of the norms in the compute dtype.
     """
 
     q_a: Weight
@@ -130,7 +143,11 @@ class MlaWeights:
 
 
 class ExpertSource(Protocol):
-    """Routed experts of one layer, read one by one so that no second copy of them all exists."""
+    """Routed experts of one layer, read one by one, so that no second copy of all exists.
+
+    num_experts: those of this rank, slots of shared experts included. hidden: H. intermediate: I,
+    the width of this rank's part. format: the weight format of all.
+    """
 
     num_experts: int
     hidden: int
@@ -138,7 +155,9 @@ class ExpertSource(Protocol):
     format: str
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
-        """(gate [I, H], up [I, H], down [H, I]) of one expert; call once per expert, in order."""
+        """Returns (gate [I, H], up [I, H], down [H, I]) of one expert. Call it once per expert, in
+        order.
+        """
         ...
 
 

@@ -94,16 +94,20 @@ def _counted(collective: _Collective) -> _Collective:
 
 
 class TorchCommunicator:
-    """A torch.distributed process group: `backend` moves tensors, and objects too if it can.
+    """A Communicator over a torch.distributed process group. The process has one such group of all
+    ranks, and any number that are split from it.
 
-    backend: a torch.distributed backend name. init_method: e.g. "tcp://127.0.0.1:29500",
-    "file:///tmp/x" or "env://". timeout: seconds that a rank waits for the others. reduce_dtype:
-    the dtype in which 16-bit sums are computed (None: the backend's own). device: this rank's own;
-    the group is then connected at once instead of in its first collective.
+    * backend: a torch.distributed backend that moves tensors, and objects too if it can.
+    * rank, size: as Communicator's.
+    * init_method: such as "tcp://127.0.0.1:29500", "file:///tmp/x" or "env://".
+    * timeout: seconds that a rank waits for the others.
+    * reduce_dtype: the dtype in which 16-bit sums are computed. None: the backend's own.
+    * device: this rank's own. The group is then connected at once, instead of in its first
+      collective.
 
-    The process has one such group of all ranks, and any number that are split from it. waited: what
-    the host spent in the collectives of all of them, without those of a captured step that the
-    device runs by itself.
+    `waited` counts what the host spent in the collectives of all groups. It leaves out those of a
+    captured step that the device runs by itself. Raises ConfigError if torch has no
+    torch.distributed, or this process is in a group already.
     """
 
     def __init__(

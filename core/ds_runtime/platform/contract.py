@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Device memory in bytes, as this process may use it (container limits respected)."""
+    """Device memory, as this process may use it (limits of containers respected). total, free:
+    bytes.
+    """
 
     total: int
     free: int
@@ -35,10 +37,11 @@ class MemoryInfo:
 class Ceilings:
     """The most that a device reaches, measured on it. Figures of kernels are compared with it.
 
-    bandwidth: bytes read per second from memory, out of every cache, in the fastest reading.
-    compute: operations per second of the fastest matmul by dtype ("int8" counts integer
-    operations); a dtype that is not in it was not measured. cache: bytes of the last-level cache, 0
-    if unknown. note: how it was measured.
+    * bandwidth: bytes per second of the fastest reading of memory, out of every cache.
+    * compute: dtype → operations per second of the fastest matmul ("int8": integer operations). A
+      dtype that is missing was not measured.
+    * cache: bytes of the last-level cache, 0 if unknown.
+    * note: how it was measured.
     """
 
     bandwidth: float
@@ -48,7 +51,10 @@ class Ceilings:
 
 
 class Communicator(Protocol):
-    """Collectives of one group of ranks. Every rank calls each in the same order."""
+    """Collectives of one group of ranks. Every rank calls each in the same order.
+
+    rank: this one's number in the group. size: ranks of the group.
+    """
 
     rank: int
     size: int
@@ -66,14 +72,14 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum of `x` [size * n, ...] over the ranks, any float dtype → its rows [n, ...] that are
-        this rank's: those that `gather_rows` puts there.
+        """Sum of `x` [size * n, ...] over the ranks, any float dtype. Returns this rank's rows [n,
+        ...], those that `gather_rows` would put there.
         """
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[size * n, ...] per rank, n the same on all, any dtype → [size * n, ...]: the n rows that
-        each rank has for this one, by rank.
+        """[size * n, ...] per rank, n the same on all, any dtype → [size * n, ...] by rank. These
+        are the n rows that each rank has for this one.
         """
         ...
 
@@ -145,25 +151,32 @@ class GraphBackend(Protocol):
 
 
 class Platform(ABC):
-    """One kind of device. `score` orders platforms that work here: the highest is `auto`. One below
-    0 is used only where it is named.
+    """One kind of device. A plugin's class inherits from it and sets what is true of its devices.
 
-    family: what people call such devices, in the plural, as sentences name them ("Acme GPUs"); the
-    platform's name where it says nothing. asynchronous: work is queued, and the device computes in
-    parallel with the host. captures: `graph_backend` gives one. branches: its captures hold work
-    side by side (`ops.branch`). captures_prefill: torch can address what a capture allocates, and
-    nobody else uses it until another capture of the backend is made or replayed. So steps with
-    prompts are captured, too, in pieces between attentions. Without effect with capture_after.
-    capture_after: 0 if steps are captured at start. Else each is captured when it has run that
-    often op by op, for devices where recording is cheap and a spare row is not. These are decode
-    steps, with drafts or without. The capture runs the step, too.
-    ordered_sums: by the link of devices on one host, how many ranks may be in a group whose
-    communicator has an `ordered_sum`. fast_sums: the same of `fast_sums`'s kinds.
-    own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
-    and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
-    loading that the KV cache takes at most where the user says nothing. local_rank: the index of
-    this process's device, once it is an engine's; where a server runs several engines, their
-    ranks are numbered through.
+    * name: what `--platform` takes.
+    * family: what people call such devices, in the plural ("Acme GPUs"). Empty: the platform's
+      name.
+    * api_version: the plugin interface that the class was written for, as a number.
+    * score: orders the platforms that work here; the highest is `auto`. One below 0 is used only if
+      it is named.
+    * asynchronous: work is queued, and the device computes in parallel with the host.
+    * captures: `graph_backend` returns a backend.
+    * branches: its captures run work of `branch` in parallel.
+    * captures_prefill: torch can address what a capture allocates. Nobody else uses it until
+      another capture of the backend is made or replayed. So steps with prompts are captured, too,
+      in pieces between attentions. It has no effect with capture_after.
+    * capture_after: 0 if steps are captured at start. Else each decode step, with drafts or
+      without, is captured when it has run that often op by op. This is for devices on which
+      recording is cheap and a spare row is not. The capture runs the step, too.
+    * ordered_sums: link of the devices of one host → the most ranks of a group whose communicator
+      has an `ordered_sum`.
+    * fast_sums: the same for the communicator's `fast_sums`.
+    * own_memory: the device's memory is for the engine alone. The KV cache then takes what weights
+      and steps leave.
+    * kv_share: on other devices, the share of the memory that is free after loading that the KV
+      cache takes at most, unless the user sets it.
+    * local_rank: the index of this process's device, once it is an engine's. If a server runs
+      several engines, their ranks are numbered through.
     """
 
     name: str = ""

@@ -1,7 +1,8 @@
 """Whether an installed package has a function, without importing it. Torch-free.
 
-Each of these gives an `Export`: a function of the folder in which a package lies that returns names
-below the package. Importing a vendor's package takes seconds, and some want a device for it.
+Each function below returns an `Export` for `Library`: a function of the folder in which a package
+lies. It returns names below the package. Importing a vendor's package takes seconds, and some need
+a device for it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ Export = Callable[[Path], Iterable[str]]
 
 
 def names(module: str = "", beside: str = "*") -> Export:
-    """Returns what gives the names that the package, or a module inside it, binds at its top level.
+    """Returns an Export of the names that the package, or a module inside it, binds at its top
+    level.
 
-    Names of a module are "module.name". `beside`: the glob pattern of a file of the package without
-    which they do not count, for a module may be there without its binary.
+    module: "" is the package itself; names of a module are "module.name". beside: the glob pattern
+    of a file of the package. Without such a file the names do not count, because a module may be
+    there without its binary.
     """
 
     def found(folder: Path) -> Iterable[str]:
@@ -32,8 +35,10 @@ def names(module: str = "", beside: str = "*") -> Export:
 
 
 def text(name: str, pattern: str, said: str) -> Export:
-    """Returns what gives this name where a file of the glob pattern has a text. It is the
-    definition of a function in Python, or the schema of an op in the binary that registers it."""
+    """Returns an Export of one name, which counts if a file of the glob pattern has the text
+    `said`. That is the definition of a function in Python, or the schema of an op in the binary
+    that registers it.
+    """
 
     def found(folder: Path) -> Iterable[str]:
         return (name,) if holds(folder, pattern, said) else ()

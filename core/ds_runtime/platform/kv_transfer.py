@@ -65,22 +65,25 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class CacheBlocks(NamedTuple):
-    """Blocks by their numbers: of all history groups, and of all state groups."""
+    """Blocks by their numbers. pages: of all history groups. states: of all state groups."""
 
     pages: Sequence[int] = ()
     states: Sequence[int] = ()
 
 
 class Ticket(NamedTuple):
-    """A read that was begun. tag: the reader's own word for it."""
+    """A read that was begun. number: the transfer's. tag: the reader's own word for it."""
 
     number: int
     tag: str
 
 
 class Polled(NamedTuple):
-    """Reads that have ended, failed reads with the reason, and peers that are gone. All blocks of
-    an ended read are here. Nothing is written to the blocks of any of these reads any more."""
+    """What has happened to reads since the last poll. Nothing is written to their blocks any more.
+
+    finished: reads whose blocks are all here. failed: reads with the reason. lost: names of peers
+    that are gone.
+    """
 
     finished: list[Ticket]
     failed: list[tuple[Ticket, str]]
@@ -88,20 +91,24 @@ class Polled(NamedTuple):
 
 
 class KvTransfer(Protocol):
-    """Moves blocks between engines. One thread calls it, the one that queues steps; nothing waits
-    for a peer.
+    """Moves blocks between engines. The thread that queues steps calls it. No method waits for a
+    peer.
     """
 
     def register(self, caches: Caches, pages: int, states: int, copies: PageCopies) -> None:
-        """Say which caches are read from and written to, and how many blocks peers may name."""
+        """Takes the caches that are read from and written to. pages, states: how many blocks peers
+        may name. copies: the platform's way to host memory.
+        """
 
     def describe(self) -> bytes:
-        """What a peer needs to attach: at most `MOST_BYTES`."""
+        """Returns what a peer needs to attach: at most 256 KiB."""
         ...
 
     def attach(self, description: bytes) -> str:
-        """Returns the peer's name; it knows this engine, too, and either may notify the other.
-        Raises TransferError for what is no description, or for blocks of another origin."""
+        """Returns the peer's name. The peer then knows this engine, too, and either may notify the
+        other. Raises TransferError for bytes that are no description, or for blocks of another
+        origin.
+        """
         ...
 
     def read(self, peer: str, local: CacheBlocks, remote: CacheBlocks, tag: str) -> Ticket:
@@ -170,7 +177,10 @@ class Layers:
 
 class Transfer:
     """A base for KvTransfer: its description, and the checks of messages of peers and requests of
-    readers. A plugin's KvTransfer may inherit from it, but need not."""
+    readers. A plugin's KvTransfer may inherit from it, but need not.
+
+    kind: of the transfer. Engines exchange blocks only with engines of the same kind.
+    """
 
     kind: ClassVar[str] = ""
 

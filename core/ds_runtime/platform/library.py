@@ -20,11 +20,13 @@ from ds_runtime.platform.probe import installed, package_folder
 class Library:
     """An importable package, and the distributions that may bring it, best first.
 
-    `distributions`: empty: one of the module's name. `exports`: what says which functions it has
-    (`exports.names`, `exports.text`). `install`: the command that brings it, or what returns that.
-    `ours`: whether the package in a folder is the one that is meant, for another may have its name;
-    `other`: the refusal where it is not. Of two distributions that are both installed neither is
-    whole: they wrote into one folder.
+    * module: what is imported.
+    * distributions: empty: one of the module's name. If two of them are installed, neither is
+      complete, as they wrote into one folder.
+    * exports: say which functions it has (`exports.names`, `exports.text`).
+    * install: the command that brings it, or a function that returns it.
+    * ours: whether the package in a folder is the intended one. Another may have its name.
+    * other: the refusal if it is not.
     """
 
     module: str
@@ -36,7 +38,7 @@ class Library:
 
     @property
     def distribution(self) -> str:
-        """The one that `install` brings."""
+        """The distribution that `install` brings."""
         return self.brings[0]
 
     @property
@@ -55,8 +57,11 @@ class Library:
         version: Callable[[str], str | None] = installed,
     ) -> Iterator[str]:
         """Yields the features that it brings: "module", "module.name" for each function, and what
-        is wrong with it, "module:other" or "module:mixed". Arguments stand for the environment in
-        tests: a module's folder, and a distribution's version."""
+        is wrong with it, "module:other" or "module:mixed".
+
+        folder, version: replace the environment in tests: a module's folder, a distribution's
+        version.
+        """
         where = folder(self.module)
         if where is None:
             return

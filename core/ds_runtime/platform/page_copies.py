@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class LayerBlocks(NamedTuple):
-    """Blocks of one layer's cache, and their places in host memory: host is [blocks, bytes of a
+    """Blocks of one layer's cache, and their places in host memory.
+
+    cache: the layer's tensor. layout: its layout. blocks: their numbers. host: [blocks, bytes of a
     block] uint8, in the order of `blocks`.
     """
 

@@ -20,12 +20,13 @@ _LIBRARY_FOLDERS = ("usr/lib64", "usr/lib", "lib64", "usr/local/lib", "usr/lib/w
 
 
 class DeviceError(RuntimeError):
-    """A rank has no device; says why."""
+    """A rank has no device. The text says why."""
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a distribution, or None. It is read once for each search path:
-    whatever is installed meanwhile counts in the next process."""
+    """Returns the installed version of a distribution, or None. A `package` that is installed
+    meanwhile counts in the next process.
+    """
     return _installed(package, tuple(sys.path))
 
 
@@ -41,8 +42,8 @@ def _installed(package: str, path: tuple[str, ...]) -> str | None:
 
 @cache
 def install_command(extra: str, distribution: str = "ds-runtime") -> str:
-    """The command that installs a distribution with an extra, from where it was installed itself:
-    in the folder of its sources (`pip install -e ".[otel]"`), from a repository, or from an index.
+    """Returns the command that installs a distribution with an extra, from where it was installed
+    itself: the folder of its sources (`pip install -e ".[otel]"`), a repository, or an index.
     """
     from importlib.metadata import Distribution, PackageNotFoundError
 
@@ -62,7 +63,9 @@ def install_command(extra: str, distribution: str = "ds-runtime") -> str:
 
 
 def read_file(path: Path) -> str:
-    """A small system file's text without outer white space, or "" if it cannot be read."""
+    """Returns the text of a small system file, `path`, without outer white space, or "" if it
+    cannot be read.
+    """
     try:
         return path.read_text().strip()
     except OSError:
@@ -70,14 +73,15 @@ def read_file(path: Path) -> str:
 
 
 def device_nodes(root: Path, pattern: str) -> list[str]:
-    """Names in /dev that match a glob pattern, sorted."""
+    """Returns the names in /dev below `root` that match a glob pattern, sorted."""
     folder = root / "dev"
     return sorted(p.name for p in folder.glob(pattern)) if folder.is_dir() else []
 
 
 def pci_devices(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Path]:
-    """Folders of PCI devices, named by address. `vendor` like "0x1af4", `classes` as prefixes:
-    "0x03" display controllers, "0x12" processing accelerators.
+    """Returns the folders of PCI devices below `root`, named by address. vendor: like "0x1af4".
+    classes: prefixes, such as "0x03" for display controllers and "0x12" for processing
+    accelerators.
     """
     folder = root / "sys/bus/pci/devices"
     if not folder.is_dir():
@@ -91,14 +95,17 @@ def pci_devices(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Path]
 
 
 def visible(value: str, count: int) -> list[int]:
-    """The numbers of `count` devices that a variable such as "0,2" shows, in its order, up to
-    the first that no device has."""
+    """Returns the device numbers that a variable's `value`, such as "0,2", shows, in its order. It
+    ends at the first number that none of `count` devices has.
+    """
     numbers = (n.strip() for n in value.split(","))
     return [int(n) for n in takewhile(lambda n: n.isdigit() and int(n) < count, numbers)]
 
 
 def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) -> bool:
-    """Whether `name` lies where the linker looks; `search` stands for LD_LIBRARY_PATH."""
+    """Returns whether a file `name` lies where the linker looks, below `root`. search: folders in
+    place of those in LD_LIBRARY_PATH.
+    """
     paths = os.environ.get("LD_LIBRARY_PATH", "").split(":") if search is None else list(search)
     folders = [Path(p) for p in paths if p] + [root / p for p in _LIBRARY_FOLDERS]
     folders += sorted(root.glob("usr/lib/*-linux-gnu"))
@@ -106,7 +113,7 @@ def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) ->
 
 
 def package_folder(module: str) -> Path | None:
-    """Where a package lies, without importing it."""
+    """Returns where the package of `module` lies, without importing it, or None."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
@@ -117,8 +124,10 @@ def package_folder(module: str) -> Path | None:
 
 
 def torch_built_for(software: str, folder: Callable[[str], Path | None] = package_folder) -> str:
-    """The version of a vendor's software, named as in torch's version.py, that the installed torch
-    was built for, or "". A torch built from source has a commit in its own version.
+    """Returns the version of a vendor's software that the installed torch was built for, or "". A
+    torch built from source has a commit in its own version.
+
+    software: as torch's version.py names it. folder: finds the package; tests replace it.
     """
     where = folder("torch")
     text = read_file(where / "version.py") if where is not None else ""
@@ -127,8 +136,9 @@ def torch_built_for(software: str, folder: Callable[[str], Path | None] = packag
 
 
 def exported_names(folder: Path, module: str = "") -> frozenset[str]:
-    """Names that a package in `folder`, or a module inside it, binds at its top level, also inside
-    `if` and `try`. Read from the text: importing a vendor's package takes seconds, and may fail.
+    """Returns the names that a package in `folder`, or a module inside it, binds at its top level,
+    also inside `if` and `try`. They are read from the text: importing a vendor's package takes
+    seconds, and may fail.
     """
     return _exported(_file(folder, module) if module else folder / "__init__.py")
 

@@ -33,7 +33,9 @@ class CaptureError(RuntimeError):
 
 
 class Recorded(NamedTuple):
-    """One op with its arguments, and which of its results are new tensors."""
+    """One torch op that ran: op(*args, **kwargs). made: (place among the results, tensor) of each
+    result that is a new tensor, no view and no argument.
+    """
 
     op: Any
     args: tuple[Any, ...]

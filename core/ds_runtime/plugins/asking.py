@@ -52,13 +52,20 @@ def asking(plugin: str, what: str) -> Iterator[None]:
     others = frozenset(sys._current_frames())
     question = _Question(plugin, what, threading.get_ident(), others)
     _open.append(question)
-    began = time.perf_counter()
+    began, had_torch = time.perf_counter(), "torch" in sys.modules
     try:
         yield
     finally:
         _open.remove(question)
         if (took := time.perf_counter() - began) > SLOW:
-            _log.warning("plugin %s: its %s took %.1f s", plugin, what, took)
+            _log.warning("plugin %s: its %s took %.1f s%s", plugin, what, took, _why(had_torch))
+
+
+def _why(had_torch: bool) -> str:
+    """What a slow question did that it need not."""
+    if had_torch or "torch" not in sys.modules:
+        return ""
+    return ", in which it imported torch: import that only in the modules that lazy texts name"
 
 
 def check_outside() -> None:

@@ -38,16 +38,24 @@ def plugin(
     environment: Mapping[str, str] | None = None,
     **more: Callable[..., Any],
 ) -> Hooks:
-    """Returns the hooks of a plugin; its module keeps them under the name `hooks`.
+    """Returns the hooks of a plugin. Its module keeps them under the name `hooks`. Every text is
+    lazy.
 
-    `platform`: the lazy "module:attr" of a `Platform` class. `probe`: of a function without
-    arguments that returns a `Refusal`, or None where the plugin can serve; asked before the
-    platform is made, and by `ds-runtime plugins` (`PROBE`). `offers`: of a sequence of `Kernel`,
-    `Layout` and `QuantLoader`, or of a function of the facts that gives one. `defaults`: the
-    function after `ds_defaults`. `diagnose`: of a function without arguments that returns (name,
-    text) pairs for `ds-runtime doctor`; not called where the probe refuses. `flags`, `backends`,
-    `environment`: `FLAGS`, `BACKENDS` and `ENVIRONMENT`. `more`: further hooks by their names, such
-    as `ds_cli`. Raises TypeError for a name that is no hook.
+    * platform: names a `Platform` class.
+    * probe: names a function without arguments that returns a `Refusal`, or None if the plugin can
+      serve. It is asked before the platform is made, and by `ds-runtime plugins`.
+    * offers: names a sequence of `Kernel`, `Layout` and `QuantLoader`, or a function of the facts
+      that returns one.
+    * defaults: `(facts) -> Sequence[Change]`, as the hook `ds_defaults`.
+    * diagnose: names a function without arguments that returns (name, text) pairs for `ds-runtime
+      doctor`. It is not called if the probe refuses.
+    * flags: flag of another engine → a field of EngineConfig, or a `Spelling`.
+    * backends: the same for values of flags such as `--attention-backend`, by field: value →
+      provider.
+    * environment: variable that another engine reads → a sentence.
+    * more: further hooks by their names, such as `ds_cli`.
+
+    Raises TypeError for a name that is no hook.
     """
 
     def look() -> Refusal | None:

@@ -36,16 +36,16 @@ hookspec = pluggy.HookspecMarker("ds_runtime")
 
 @hookspec
 def ds_platform() -> Platform | Refusal | None:
-    """The device kind that this plugin brings, or a Refusal saying why it cannot run here.
+    """The device kind that this plugin brings, a Refusal saying why it cannot run here, or None.
 
-    Called before anything else. Must not import torch or vendor packages; look at devices through
-    the operating system. None means that the plugin brings no platform at all.
+    Called before the rest of a start. It must not import torch or vendor packages: look at devices
+    through the operating system. None means that the plugin brings no platform at all.
     """
 
 
 @hookspec
 def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
-    """Attention offers: MLA prefill and decode, state merge, absorption, cache write and layout.
+    """Offers of attention: prefill, decode, merging, absorption, cache ops, and layouts of caches.
 
     `facts` describe device and model, without a site. Offer everything; refuse per site.
     """
@@ -53,22 +53,24 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
 
 @hookspec
 def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    """Routed-expert offers: experts per weight format, fused MoE layer, dispatch and combine."""
+    """Offers of routed experts, per weight format."""
 
 
 @hookspec
 def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader | Kernel]:
-    """Checkpoint-format loaders, and linear kernels per weight format."""
+    """Loaders of checkpoint formats, and offers of linears per weight format."""
 
 
 @hookspec
 def ds_topk(facts: Facts) -> Sequence[Kernel]:
-    """Expert routing (grouped top-k), and later index scoring with top-k."""
+    """Offers of expert routing, and of the scores and choices of an indexer."""
 
 
 @hookspec
 def ds_ops(facts: Facts) -> Sequence[Kernel]:
-    """The small ops: norm, rope, activation, embedding, quantisation, sampling, log-probs."""
+    """Offers of the small ops: norm, rope, activation, embedding, quantisation, sampling,
+    log-probs.
+    """
 
 
 @hookspec
@@ -84,10 +86,11 @@ def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
 
 @hookspec
 def ds_observer(config: EngineConfig) -> Any:
-    """An object whose optional methods `on_step(stats)` and `on_finish(tokens)` are called.
+    """An object whose optional methods `on_step(stats)` and `on_finish(tokens)` are called, or
+    None.
 
-    They get values of `engine.messages`: the Stats after every step, and the last Tokens of every
-    request that ends. An observer that raises is dropped.
+    `on_step` gets the Stats after every step, `on_finish` the last Tokens of every request that
+    ends. Steps wait for both. An observer that raises is dropped, with a line on standard error.
     """
 
 
@@ -103,18 +106,18 @@ def ds_kv_transfer(config: EngineConfig, origin: bytes) -> KvTransfer | None:
 
 @hookspec
 def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
-    """Add subcommands to the command line. Called while it is built; stay import-light.
+    """Add subcommands to the command line. It is called while the command line is built, so import
+    nothing heavy.
 
     Each parser sets `run`, a function of the namespace that returns the exit code (None: 0):
-    `subcommands.add_parser("name", help="…").set_defaults(run=function)`. A command of this
-    distribution that asks plugins about the machine also sets `looks=True`. The runtime then
-    tries the plugins in another process first.
+    `subcommands.add_parser("name", help="…").set_defaults(run=function)`.
     """
 
 
 @hookspec
 def ds_routes(app: FastAPI, engine: RoutedEngine) -> str | None:
-    """Add HTTP routes. Called only for plugins that the operator names with `--routes`.
+    """Add HTTP routes. Returns None, or a sentence that says why it adds none; the server then does
+    not start. Called only for plugins that the operator names with `--routes`.
 
     `engine` generates: `async for piece in engine.generate(prompt)`. The API key protects these
     routes like all others.

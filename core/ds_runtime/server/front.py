@@ -153,10 +153,17 @@ def add_routes(
                 f"--routes {name}: no such plugin brings routes; those that do: "
                 f"{', '.join(offering) or 'none'}"
             )
-        plugins.call("ds_routes", only=name, app=app, engine=engine)
-        refusal = plugins.reports[name].refusal
-        if refusal is not None:
+        answers = plugins.call("ds_routes", only=name, app=app, engine=engine)
+        said = [answer for _, answer in answers if answer is not None]
+        if (refusal := plugins.reports[name].refusal) is not None:
             raise ConfigError(f"--routes {name}: {refusal.reason}; leave it out or mend the plugin")
+        if said and isinstance(said[0], str):
+            raise ConfigError(f"--routes {name}: {said[0]}")
+        if said:
+            raise ConfigError(
+                f"--routes {name}: its ds_routes returned {said[0]!r}, not None or a sentence; "
+                "leave it out or mend the plugin"
+            )
 
 
 class _Serving:

@@ -16,10 +16,12 @@ from ds_runtime.ops.contract import Encoding
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one Linear lies. tensors: component → name in the checkpoint, the weight first.
+    """Where one Linear lies.
 
-    shape: of the matrix that the names hold. index: which matrix of a stack, or None.
-    first_row: where the Linear begins in that matrix (gate and up of fused experts share one).
+    * tensors: component → name in the checkpoint, the weight first.
+    * shape: (rows, columns) of the matrix that the names hold.
+    * index: which matrix of a stack, or None.
+    * first_row: where the Linear begins in that matrix. Gate and up of fused experts share one.
     """
 
     tensors: Mapping[str, str]
@@ -35,12 +37,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PartRequest:
-    """A request to `QuantLoader.read`: these rows and columns of one Linear, onto a device.
+    """A request to `QuantLoader.read`: rows and columns of one Linear, onto a device. Several
+    threads ask at once.
 
-    module: the Linear's path, which is the name of the part. encoding: what the loader said of it.
-    quantization: what the loader accepted. place: which tensors hold it. rows, cols: what to read,
-    within the Linear and without a step; both may be empty, and may cut through whatever the
-    format packs together. Several threads ask at once.
+    * checkpoint: the open files; use `read` and `entry`.
+    * quantization: the config that the loader accepted.
+    * module: the Linear's path, which is the name of the part.
+    * encoding: what the loader returned for it.
+    * place: which tensors hold it.
+    * rows, cols: what to read, within the Linear and without a step. Both may be empty, and may cut
+      through whatever the format packs together.
+    * device: where the part is to be.
     """
 
     checkpoint: Checkpoint
@@ -82,11 +89,17 @@ class PartRequest:
         device: torch.device | str | None = None,
         looks: bool = True,
     ) -> Tensor:
-        """Returns these rows (first dimension) and columns (last) of a stored tensor, which count
-        in the tensor and not in the Linear; of a stack, those of the Linear's matrix.
+        """Returns a part of a stored tensor as a new tensor. Only what is asked is read from the
+        file.
 
-        A new tensor on the request's device, or on another. None: all. Only what is asked is read
-        from the file. looks: for NaN, where the user does not allow it; else the caller does.
+        * component: its key in `Place.tensors`.
+        * rows, cols: of its first and last dimension, counted in the tensor and not in the Linear.
+          In a stack, those of the Linear's matrix. None: all.
+        * device: instead of the request's.
+        * looks: whether NaN is looked for, if the user does not allow it. If False, the caller
+          does.
+
+        Raises CheckpointError for what is not there or cannot be read.
         """
         return self.checkpoint.read(
             self.place.tensors[component],
@@ -102,9 +115,9 @@ class PartRequest:
 class LoaderSample:
     """A whole Linear as checkpoints of a format store it, and the values that it means.
 
-    quantization: the quantization_config, as JSON has it. tensors: component of the Encoding → the
-    stored tensor. values: [rows, cols] float32, what the tensors mean by the plugin's own reference
-    (not by its `read`).
+    * quantization: the quantization_config, as JSON has it.
+    * tensors: component of the Encoding → the stored tensor.
+    * values: [rows, cols] float32, what the tensors mean. Compute them without `read`.
     """
 
     quantization: Mapping[str, Any]

@@ -127,11 +127,12 @@ def wrong_components(
 
 
 def read_part(request: PartRequest) -> WeightPart:
-    """A WeightPart with exactly the rows and columns asked, in its format's canonical form.
+    """Returns a WeightPart with exactly the rows and columns of `request`, in its format's
+    canonical form.
 
-    Of the scales it holds the rows and columns that cover the part; `offset` says where the part
-    begins inside its first block. Raises CheckpointError for tensors of wrong shape or dtype, and
-    for scales that are no numbers.
+    It holds the rows and columns of scales that cover the part. `offset` says where the part begins
+    inside its first block. Raises CheckpointError for tensors of wrong shape or dtype, and for
+    scales that are no numbers.
     """
     for wrong in wrong_components(request.checkpoint, request.encoding, request.place):
         raise CheckpointError(wrong)

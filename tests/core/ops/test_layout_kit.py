@@ -15,8 +15,10 @@ import torch
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.kernel import Layout
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.ops.table import OPS
 from ds_runtime.platform.page_copies import LayerBlocks, TorchPageCopies
 from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.testing import fake
 from ds_runtime_kit.checks.conformance import facts_for
 from ds_runtime_kit.conform import LAYOUT, Wanted, verdicts
 from ds_runtime_kit.layouts import QUESTIONS, check_layout, layouts_of
@@ -243,13 +245,39 @@ def test_conform_asks_layouts():
         assert not entry["failures"] and not entry["skipped"]
 
 
+@pytest.mark.parametrize(
+    ("model", "row", "more"),
+    [
+        ("demo", "DeepSeek-V2 to V3.1", ()),
+        ("demo-v32", "DeepSeek-V3.2", ()),
+        ("demo-v4", "DeepSeek-V4", ()),
+        ("demo", "trees of drafts", ("EAGLE", 3, 2, 6)),
+    ],
+)
+def test_the_documents_name_the_cache_ops_of_a_model(model, row, more):
+    """Fusions that are composed are left out: their parts are named."""
+    page = (Path(__file__).parents[3] / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
+    said = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+    named = {op for op in re.findall(r"`(\w+)`", said[0]) if op in OPS}
+    names = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
+    drafts = {f"speculative_{n}": v for n, v in zip(names, more, strict=False)}
+    base = {r.op for r in fake.plan(model, "xeon-6980p").plan.rows} if more else set()
+    rows = {r.op for r in fake.plan(model, "xeon-6980p", **drafts).plan.rows} - base
+    needed = {op for op in rows if OPS[op].layout == "kv" and not OPS[op].optional}
+    if "mla_prologue" in needed:
+        needed.add("cache_write")
+    assert len(said) == 1 and named == needed
+
+
 def test_the_layout_of_the_documents_conforms(monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "cache-groups.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    module = ModuleType("ds_runtime_acme.cache")
-    exec(compile(code, "cache-groups.md", "exec"), vars(module))
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    layouts, cache = (ModuleType(f"ds_runtime_acme.{name}") for name in ("layouts", "cache"))
     monkeypatch.setitem(sys.modules, "ds_runtime_acme", ModuleType("ds_runtime_acme"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    results = check_layout(module.PAIRS, CPU)
+    for code, module in zip(blocks, (layouts, cache), strict=True):
+        exec(compile(code, "cache-groups.md", "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert "torch" not in vars(layouts), "an offer imports no torch"
+    results = check_layout(layouts.PAIRS, CPU)
     assert {r.case for r in results} == {"blocks of 16", "blocks of 64"}
     assert all(r.ok for r in results)

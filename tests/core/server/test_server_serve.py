@@ -288,13 +288,14 @@ def test_routes_of_unknown_plugins_are_refused():
 def plugin(monkeypatch):
     """A module with the ds_routes hook, loaded beside the installed plugins."""
     module = types.ModuleType("routed")
-    module.fail = False
+    module.fail, module.answer = False, None
 
     @hookimpl
     def ds_routes(app, engine):
         if module.fail:
             raise RuntimeError("no route today")
         app.get("/hello")(lambda: engine)
+        return module.answer
 
     module.ds_routes = ds_routes
     monkeypatch.setattr(plugins, "load_plugins", partial(plugins.load_plugins, extra=[module]))
@@ -312,6 +313,14 @@ def test_routes_of_a_named_plugin_and_of_no_other(plugin):
 def test_a_plugin_whose_routes_fail_stops_the_start(plugin):
     plugin.fail = True
     with pytest.raises(ConfigError, match=r"--routes routed: .*no route today"):
+        add_routes(FastAPI(), None, EngineConfig(), ("routed",))
+
+
+@pytest.mark.parametrize("answer", ["needs a licence: set ACME_LICENCE", 7, ["/hello"]])
+def test_an_answer_of_routes_stops_the_start(plugin, answer):
+    plugin.answer = answer
+    said = answer if isinstance(answer, str) else f"its ds_routes returned {answer!r}, not None or"
+    with pytest.raises(ConfigError, match=re.escape(f"--routes routed: {said}")):
         add_routes(FastAPI(), None, EngineConfig(), ("routed",))
 
 

@@ -14,11 +14,10 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding import invariant
 from ds_runtime.ops.binding.by_rows import Shares, shares_of
 from ds_runtime.ops.binding.facts import PAGES, site_facts
-from ds_runtime.ops.binding.notes import note_of, spread
+from ds_runtime.ops.binding.notes import Decision, note_of, spread
 from ds_runtime.ops.binding.pins import Pin, check_counts
 from ds_runtime.ops.contract import (
     RANK_REFERENCE,
-    Decision,
     Facts,
     Fixable,
     Gate,

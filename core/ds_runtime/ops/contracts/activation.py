@@ -24,9 +24,12 @@ reference = later(_REF)
 
 
 class SiluMul(Protocol):
-    """silu(gate) · up. gate_up: [tokens, 2·n], gate in the first n columns; rows may be strided.
+    """silu(gate) · up, the SwiGLU activation.
 
-    Returns a new contiguous [tokens, n] in the input's dtype. tokens == 0 is legal.
+    * gate_up: [tokens, 2 · n], gate in the first n columns; rows may be strided.
+
+    Returns a new contiguous [tokens, n] in the input's dtype. tokens == 0 is legal. Source: arXiv
+    2002.05202.
     """
 
     def __call__(self, gate_up: Tensor) -> Tensor: ...
@@ -35,8 +38,11 @@ class SiluMul(Protocol):
 class SiluMulQuantize(Protocol):
     """QuantizeGroup of SiluMul. A fusion.
 
-    gate_up: [tokens, 2·n] as in SiluMul, n a multiple of `group`; group, ue8m0 and the results
-    are as in QuantizeGroup. The product is rounded to the input's dtype before it is quantised.
+    * gate_up: [tokens, 2 · n] as in SiluMul, n a multiple of `group`.
+    * group, ue8m0: as in QuantizeGroup.
+
+    Returns (codes [tokens, n], scale) as QuantizeGroup does. The product is rounded to the input's
+    dtype before it is quantised.
     """
 
     def __call__(self, gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]: ...

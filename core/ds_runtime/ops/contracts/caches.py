@@ -30,9 +30,12 @@ ROWS = "rows"  # a layout that no kernel chooses: `FLOAT_ROWS`
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Caches in one layout. layout: what ops on them have as `Op.layout`; groups of other names may
-    share it. layers: those with a cache of their own. reads: pairs (layer, the layer whose cache it
-    reads instead). Raises ValueError for layers that cannot be so.
+    """Caches in one layout.
+
+    name: of the group. layers: those with a cache of their own. reads: pairs (layer, the layer
+    whose cache it reads instead). layout: what ops on them have as `Op.layout`; groups of other
+    names may share it. Raises ValueError for a layer that is named twice, or that reads a cache
+    that is not there.
     """
 
     kind: ClassVar[str]
@@ -53,7 +56,7 @@ class CacheGroup:
                 )
 
     def entries(self, page_size: int, undo: int = 0) -> int:
-        """Entries of one block. undo: tokens that a step may take back."""
+        """Returns the entries of one block. undo: tokens that a step may take back."""
         raise NotImplementedError
 
     @property
@@ -62,19 +65,23 @@ class CacheGroup:
         return 1
 
     def blocks(self, pages: T, states: T) -> T:
-        """Of the two the one that is about this group's blocks: numbers of pages and of states of
-        requests give the blocks of one layer."""
+        """Returns the one of the two that is about this group's blocks. pages, states: anything
+        that is known of pages and of states of requests, such as their numbers.
+        """
         raise NotImplementedError
 
     def within(self, facts: Facts, undo: int = 0) -> Facts:
-        """What a layout or a kernel of this group sees: its blocks are its pages."""
+        """Returns what a layout or a kernel of this group sees: `page_size` is the entries of its
+        blocks.
+        """
         return replace(facts, page_size=self.entries(facts.page_size, undo))
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryGroup(CacheGroup):
     """An entry for every `ratio` tokens, kept for the whole sequence. All history groups share
-    pages. The entry of the token in slot s is s // ratio; its last token writes it.
+    pages. The entry of the token in slot s is s // ratio; its last token writes it. Raises
+    ValueError for a ratio below 1.
     """
 
     kind = "history"
@@ -88,6 +95,7 @@ class HistoryGroup(CacheGroup):
 
     @property
     def multiple(self) -> int:
+        """The ratio."""
         return self.ratio
 
     def entries(self, page_size: int, undo: int = 0) -> int:
@@ -99,10 +107,12 @@ class HistoryGroup(CacheGroup):
 
 @dataclass(frozen=True, slots=True)
 class StateGroup(CacheGroup):
-    """`rows` entries for each request that runs, of which only the latest count: the entry of the
-    token at position p is p % entries. A step that verifies drafts may take `undo` tokens back, and
-    what was there before them must still be: a block has this many entries more. width: numbers of
-    an entry in `FLOAT_ROWS`, where that is its layout.
+    """Entries for each request that runs, of which only the latest count: the entry of the token at
+    position p is p % entries. A step that verifies drafts may take `undo` tokens back, and what was
+    there before them must still be. So a block has this many entries more.
+
+    rows: entries that count. width: numbers of an entry, if the layout is the core's `rows`, else
+    0. Raises ValueError for other values.
     """
 
     kind = "state"
@@ -188,8 +198,11 @@ class Arriving(Protocol):
 
 
 class Caches:
-    """The tensors of all groups: one for each layer that has a cache, group by group. arriving:
-    what a step waits for, layer by layer as it reads them; None: everything is there.
+    """The tensors of all groups, one for each layer that has a cache. Iterating yields them group
+    by group.
+
+    * groups: pairs of a group with its layout, and its tensors by layer.
+    * arriving: what a step waits for as it reads layer after layer, or None if everything is there.
     """
 
     def __init__(self, groups: Iterable[tuple[LaidGroup, Mapping[int, Tensor]]]) -> None:

@@ -34,12 +34,14 @@ reference = later(_REF)
 class RouteSoftplus(Protocol):
     """Choose `routing.top_k` experts per token, or weigh those that are given.
 
-    logits: [tokens, experts] float32; bias: [experts] float32 or None; chosen: [tokens, top_k]
-    int64, distinct per token, or None. s = sqrt(softplus(logits)). The experts are `chosen`, or
-    else the top-k of s + bias. Weights are s (never s + bias) at these, divided by (their sum +
-    1e-20), times routing.scale. Returns (weights float32 [tokens, top_k], ids int32 of the same
-    shape). The order of the chosen is free; given ones keep their order. At ties any choice is
-    right. tokens == 0 is legal.
+    * logits: [tokens, experts] float32.
+    * bias: [experts] float32 or None.
+    * chosen: [tokens, top_k] int64, distinct per token, or None.
+
+    s = sqrt(softplus(logits)). The experts are `chosen`, or else the top-k of s + bias. Weights are
+    s (never s + bias) at these, divided by (their sum + 1e-20), times routing.scale. Returns new
+    (weights float32 [tokens, top_k], ids int32 of the same shape). The order of the chosen is free;
+    given ones keep their order. At ties any choice is right. tokens == 0 is legal.
     """
 
     def __call__(
@@ -48,13 +50,17 @@ class RouteSoftplus(Protocol):
 
 
 class SiluMulLimited(Protocol):
-    """silu(min(gate, limit)) · clamp(up, −limit, limit); all else as in SiluMul."""
+    """silu(min(gate, limit)) · clamp(up, −limit, limit). gate_up and the result are
+    as in SiluMul.
+    """
 
     def __call__(self, gate_up: Tensor, limit: float) -> Tensor: ...
 
 
 class ExpertsLimited(Protocol):
-    """Experts with SiluMulLimited for SwiGLU: as in Experts, but that `apply` gets its limit."""
+    """Experts with SiluMulLimited for SwiGLU. `apply` also gets its limit. All else is as in
+    Experts: source, facts, x, weights, ids, packed and the result.
+    """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
 

@@ -34,13 +34,14 @@ _COARSE = {"fp8_w8a8": 6e-2, "int8_w8a8": 3e-2, "int4_w4a8": 3e-2, "mxfp4_w4a4":
 class Linear(Protocol):
     """y = x · Wᵀ for one weight [out, in] in `facts.weight_format`.
 
-    `pack(weight, facts)` is called once at load and may release or convert the components; it
-    owns the tensors that it keeps. `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim
-    contiguous, rows may be strided. Returns a new contiguous [tokens, out] in x.dtype, accumulated
-    in fp32. tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
-    TypeError for another kernel's Packed. Formats: those of `ops/formats.py` that the kernel
-    names, in the form of `WeightPart`. A kernel may have the methods of QuantizedLinear and
-    of Float32Linear.
+    * `pack(weight, facts)`: called once at load. It may release or convert the components, and owns
+      the tensors that it keeps. weight: of a format that the kernel names, in the form of
+      `WeightPart`.
+    * `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim contiguous, rows may be strided.
+
+    `apply` returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32. tokens == 0 is
+    legal; `in` and `out` need not be multiples of anything. It raises TypeError for another
+    kernel's Packed.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
@@ -51,11 +52,11 @@ class Linear(Protocol):
 class GroupedLinear(Protocol):
     """Each group of columns times rows of its own: y[:, g] = x[:, g] · W[g]ᵀ.
 
-    `pack(weight, facts)`: as in Linear, a weight [groups · out, in], its groups in order.
-    `apply(x, packed)`: x [tokens, groups, in] in facts.dtype, last dim contiguous. Returns a new
-    contiguous [tokens, groups · out] in x.dtype, accumulated in fp32.
-    tokens == 0 is legal. `apply` raises TypeError for another kernel's Packed. Formats as in
-    Linear.
+    * `pack(weight, facts)`: as in Linear, a weight [groups · out, in], its groups in order.
+    * `apply(x, packed)`: x [tokens, groups, in] in facts.dtype, last dim contiguous.
+
+    `apply` returns a new contiguous [tokens, groups · out] in x.dtype, accumulated in fp32. tokens
+    == 0 is legal. It raises TypeError for another kernel's Packed.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
@@ -64,19 +65,20 @@ class GroupedLinear(Protocol):
 
 
 class Groups(NamedTuple):
-    """How activations are quantised: `size` and `ue8m0` are QuantizeGroup's group and ue8m0."""
+    """How activations are quantised. size: columns of a scale. ue8m0: as in QuantizeGroup."""
 
     size: int
     ue8m0: bool
 
 
 class QuantizedLinear(Protocol):
-    """What a Linear has besides its contract if it takes quantised activations, so that the op in
-    front of it can quantise as it writes.
+    """What a Linear has in addition if it takes activations that the op before it quantised.
 
-    `quantizes(rows, packed)`: how `apply` quantises that many rows before it multiplies, or None
-    where it does not. `apply_quantized(q, scale, packed)`: apply of x ≈ q · scale, both as
-    QuantizeGroup gives them for these groups, scales of any strides.
+    * `quantizes(rows, packed)`: returns the Groups by which `apply` quantises that number of rows
+      before it multiplies, or None if it does not.
+    * `apply_quantized(q, scale, packed)`: returns `apply` of x ≈ q · scale. Both are as
+      QuantizeGroup returns them for these groups: q [tokens, in] float8_e4m3fn, and scale
+      [tokens, in / group] float32, of any strides.
     """
 
     def quantizes(self, rows: int, packed: Packed) -> Groups | None: ...
@@ -85,12 +87,11 @@ class QuantizedLinear(Protocol):
 
 
 class Float32Linear(Protocol):
-    """What a Linear has besides its contract if it can give its sums as they are, before they are
-    rounded: for the head, whose logits are float32.
+    """What a Linear has in addition if it can return its sums unrounded, for the head's logits.
 
-    `gives_float32(rows, packed)`: whether it can for this many rows. `apply_float32(x, packed,
-    out)`: apply(x, packed), but float32: in `out`, a contiguous [tokens, out] float32, or a new
-    tensor if that is None or left out.
+    * `gives_float32(rows, packed)`: returns whether it can for this number of rows.
+    * `apply_float32(x, packed, out)`: returns `apply(x, packed)` in float32, in `out`, a contiguous
+      [tokens, out] float32. If that is None or left out, the tensor is new.
     """
 
     def gives_float32(self, rows: int, packed: Packed) -> bool: ...
@@ -99,10 +100,10 @@ class Float32Linear(Protocol):
 
 
 class Embed(Protocol):
-    """Rows of a table. ids: [tokens] int64. table: [rows, hidden]; start: the first id it holds.
+    """Rows of a table. ids: [tokens] int64. table: [rows, hidden]. start: the id of its first row.
 
-    Ids outside [start, start + rows) give zero rows (vocabulary-parallel shards are summed
-    later). Returns a new contiguous [tokens, hidden] in table.dtype. tokens == 0 is legal.
+    Ids outside [start, start + rows) give zero rows, because shards of the vocabulary are summed
+    later. Returns a new contiguous [tokens, hidden] in table.dtype. tokens == 0 is legal.
     """
 
     def __call__(self, ids: Tensor, table: Tensor, start: int) -> Tensor: ...
@@ -111,10 +112,12 @@ class Embed(Protocol):
 class QuantizeGroup(Protocol):
     """Per-token, per-group FP8 e4m3 quantisation of activations.
 
-    x: [tokens, n], n a multiple of `group`; rows may be strided. scale = max(amax, 1e-4) / 448
-    per group, rounded up to a power of two if `ue8m0`. Returns (q [tokens, n] float8_e4m3fn,
-    scale [tokens, n / group] float32, of any strides) with x ≈ q · scale. tokens == 0 is legal.
-    Source: DeepSeek-V3 technical report, section 3.3.
+    x: [tokens, n], n a multiple of `group`; rows may be strided. group: columns that share a scale.
+    ue8m0: whether scales are rounded up to a power of two.
+
+    scale = max(amax, 1e-4) / 448 per group. Returns new (q [tokens, n] float8_e4m3fn, scale
+    [tokens, n / group] float32, of any strides) with x ≈ q · scale. tokens == 0 is legal. Source:
+    DeepSeek-V3 technical report, section 3.3.
     """
 
     def __call__(self, x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]: ...

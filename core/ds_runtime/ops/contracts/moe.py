@@ -40,18 +40,25 @@ _COARSE = {
 
 
 class RouterLogits(Protocol):
-    """x · Wᵀ with both operands in fp32. x: [tokens, hidden], rows may be strided; weight:
-    [experts, hidden] float32. Returns float32 [tokens, experts]. tokens == 0 is legal.
+    """x · Wᵀ with both operands in fp32.
+
+    * x: [tokens, hidden] in the compute dtype, rows may be strided.
+    * weight: [experts, hidden] float32.
+
+    Returns a new [tokens, experts] float32. tokens == 0 is legal.
     """
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class Route(Protocol):
-    """Choose `routing.top_k` experts per token.
+    """Choose `routing.top_k` experts per token. s is the softmax or sigmoid of the logits, as
+    `routing.scoring` says.
 
-    logits: [tokens, experts] float32; bias: [experts] float32 or None. s is the softmax or sigmoid
-    of the logits.
+    * logits: [tokens, experts] float32.
+    * bias: [experts] float32 or None.
+
+    `routing.method` is one of these:
 
     * greedy: top-k of s.
     * group_limited_greedy: group score = max of s in the group, keep topk_group groups, others 0,
@@ -61,10 +68,10 @@ class Route(Protocol):
 
     Weights are s (never c) at the chosen experts. If renormalize, they are divided by (sum +
     1e-20). Then they are multiplied by scale. After the chosen come routing.shared slots that every
-    token takes: weight 1, ids num_experts, num_experts + 1 and so on. Returns (weights float32
+    token takes: weight 1, ids num_experts, num_experts + 1 and so on. Returns new (weights float32
     [tokens, top_k + shared], ids int32 of the same shape). The order of the chosen is free, ids are
-    distinct; at ties any choice is right. tokens == 0 is legal. Version 1 had no shared slots.
-    Source: the DeepSeek-V2 and V3 technical reports.
+    distinct; at ties any choice is right. tokens == 0 is legal. Source: the DeepSeek-V2 and V3
+    technical reports.
     """
 
     def __call__(
@@ -75,13 +82,15 @@ class Route(Protocol):
 class Experts(Protocol):
     """Routed SwiGLU experts: Σ_k weights[t,k] · down_e(silu(gate_e x) · up_e x), e = ids[t,k].
 
-    top_k stands for all columns of `ids`, slots of shared experts among them.
-    `pack(source, facts)` reads experts one by one. `apply(x, weights, ids, packed)`: x [tokens,
-    hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
-    Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
-    without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight: another
-    rank has that expert (`Facts.ranks["ep"]` > 1). There, rows of x may be strided. Formats as in
-    Linear. A kernel may have the methods of QuantizedExperts.
+    * `pack(source, facts)` reads experts one by one, of the formats that the kernel names.
+    * `apply(x, weights, ids, packed)`: x [tokens, hidden] in facts.dtype; weights float32 and ids
+      int32 [tokens, top_k]. No token has an id twice. All columns of `ids` count as top_k, slots
+      of shared experts among them.
+
+    `apply` returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32.
+    Experts without tokens and tokens == 0 are legal. An id of −1 adds nothing, whatever its weight:
+    another rank has that expert (`Facts.ranks["ep"]` > 1). There, rows of x may be strided. It
+    raises TypeError for another kernel's Packed.
     """
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed: ...
@@ -90,15 +99,14 @@ class Experts(Protocol):
 
 
 class QuantizedExperts(Protocol):
-    """What Experts have besides their contract if they round rows to FP8 before they multiply, so
-    that ranks can send each other codes (`Promises.takes_codes`).
+    """What Experts have in addition if they round rows to FP8 before they multiply. Ranks can then
+    send each other codes (`Promises.takes_codes`).
 
-    `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of `rows` rows.
-    Returns (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None where
-    `apply` does not. A row's codes hang on that row alone.
-
-    `apply_quantized(q, scale, weights, ids, packed)`: the bits of `apply(x, weights, ids, packed)`,
-    where all x have these codes. Rows of q may be strided, and begin at whole 16 bytes.
+    * `quantize(rows, x, packed)`: x [n, hidden] as `apply` quantises it in a call of `rows` rows.
+      Returns (q [n, hidden] float8_e4m3fn, scale [n, groups] float32, of any strides), or None if
+      `apply` does not quantise. A row's codes depend on that row alone.
+    * `apply_quantized(q, scale, weights, ids, packed)`: returns the bits of `apply(x, weights, ids,
+      packed)` for x that have these codes. Rows of q may be strided, and begin at whole 16 bytes.
     """
 
     def quantize(self, rows: int, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None: ...

@@ -31,8 +31,11 @@ reference = later(_REF)
 class RmsNorm(Protocol):
     """y = x / sqrt(mean(x²) + eps) · weight; statistics in fp32 at least, result in x.dtype.
 
-    x: [tokens, hidden], last dim contiguous, rows may be strided. weight: [hidden], x.dtype or
-    float32. Returns a new contiguous tensor; x is not modified. tokens == 0 is legal.
+    * x: [tokens, hidden], last dim contiguous, rows may be strided.
+    * weight: [hidden], x.dtype or float32.
+
+    Returns a new contiguous [tokens, hidden]; x is not modified. tokens == 0 is legal. Source:
+    arXiv 1910.07467.
     """
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -41,9 +44,11 @@ class RmsNorm(Protocol):
 class AddRmsNorm(Protocol):
     """(rms_norm(x + residual), x + residual): the residual stream of a pre-norm block. A fusion.
 
-    x, residual: [tokens, hidden] of one dtype, last dim contiguous, rows may be strided.
-    Returns (normed, summed), both contiguous [tokens, hidden]. `summed` may share storage with
-    `residual`, so the caller must not use `residual` afterwards; x is not modified.
+    * x, residual: [tokens, hidden] of one dtype, last dim contiguous, rows may be strided.
+    * weight, eps: as in RmsNorm.
+
+    Returns (normed, summed), both contiguous [tokens, hidden] in x.dtype. `summed` may share
+    storage with `residual`, so the caller must not use `residual` afterwards; x is not modified.
     tokens == 0 is legal.
     """
 
@@ -55,8 +60,11 @@ class AddRmsNorm(Protocol):
 class RmsNormQuantize(Protocol):
     """QuantizeGroup of RmsNorm. A fusion.
 
-    x, weight and eps as in RmsNorm, hidden a multiple of `group`; group, ue8m0 and the results
-    are as in QuantizeGroup. The norm is rounded to x.dtype before it is quantised.
+    * x, weight, eps: as in RmsNorm, hidden a multiple of `group`.
+    * group, ue8m0: as in QuantizeGroup.
+
+    Returns (codes, scale) as QuantizeGroup does. The norm is rounded to x.dtype before it is
+    quantised.
     """
 
     def __call__(
@@ -67,9 +75,11 @@ class RmsNormQuantize(Protocol):
 class AddRmsNormQuantize(Protocol):
     """QuantizeGroup of AddRmsNorm's norm. A fusion.
 
-    x, residual, weight and eps as in AddRmsNorm, hidden a multiple of `group`; group and ue8m0 as
-    in QuantizeGroup. Returns (codes, scale, summed): the norm, rounded to x.dtype before it is
-    quantised as in QuantizeGroup, and the sum as in AddRmsNorm.
+    * x, residual, weight, eps: as in AddRmsNorm, hidden a multiple of `group`.
+    * group, ue8m0: as in QuantizeGroup.
+
+    Returns (codes, scale, summed): the first two as QuantizeGroup returns them, the sum as in
+    AddRmsNorm. The norm is rounded to x.dtype before it is quantised.
     """
 
     def __call__(

@@ -45,8 +45,9 @@ class Sample(Protocol):
 
     "Larger" goes by logit, and at equal logits the lower id comes first. The draw walks the kept
     tokens in order of rising id. It returns the first whose cumulative kept probability exceeds
-    uniform · total. Without filters nothing needs to be sorted.
-    Returns [rows] int64. Equal rows give equal results whatever else is in the batch.
+    uniform · total. Without filters nothing needs to be sorted. Returns a new [rows] int64. Equal
+    rows give equal results whatever else is in the batch. Sources: arXiv 1904.09751 (top-p),
+    2407.01082 (min-p).
     """
 
     def __call__(
@@ -79,8 +80,12 @@ class MaskLogits(Protocol):
 class Logprobs(Protocol):
     """Log-softmax of raw logits at given ids, and the best alternatives.
 
-    logits: [rows, vocab] float32; ids: [rows] int64; top_n ≥ 0. Returns (chosen float32 [rows],
-    values float32 [rows, top_n], top_ids int64 [rows, top_n]), falling, lower id first at ties.
+    * logits: [rows, vocab] float32.
+    * ids: [rows] int64.
+    * top_n: ≥ 0, how many alternatives.
+
+    Returns new (chosen [rows] float32, values [rows, top_n] float32, top_ids [rows, top_n] int64).
+    Alternatives fall, the lower id first at ties. rows == 0 is legal.
     """
 
     def __call__(

@@ -57,8 +57,11 @@ class HcPre(Protocol):
 class HcPost(Protocol):
     """The streams after a sublayer: postₖ · y + Σⱼ mix[j, k] · xⱼ, computed in fp32.
 
-    y: [tokens, d], rows may be strided; x: [tokens, n, d] contiguous; post and mix as HcPre
-    returns them. Returns a new contiguous [tokens, n, d] in x.dtype. tokens == 0 is legal.
+    * y: [tokens, d], rows may be strided.
+    * x: [tokens, n, d] contiguous.
+    * post, mix: as HcPre returns them.
+
+    Returns a new contiguous [tokens, n, d] in x.dtype. tokens == 0 is legal.
     """
 
     def __call__(self, y: Tensor, x: Tensor, post: Tensor, mix: Tensor) -> Tensor: ...
@@ -67,8 +70,11 @@ class HcPost(Protocol):
 class HcHead(Protocol):
     """The streams of the last layer as one: Σᵢ preᵢ · xᵢ, pre as in HcPre.
 
-    x: [tokens, n, d] contiguous; fn: [n, n · d], base: [n], scale: [1], all float32. Returns
-    [tokens, d] in x.dtype. tokens == 0 is legal.
+    * x: [tokens, n, d] contiguous.
+    * fn: [n, n · d], base: [n], scale: [1], all float32.
+    * eps, hc_eps: as in HcPre.
+
+    Returns a new [tokens, d] in x.dtype. tokens == 0 is legal.
     """
 
     def __call__(

@@ -10,7 +10,7 @@ from ds_runtime.ops.reference.matrices.linear import quantize_group
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Reference of SiluMul."""
+    """Reference of SiluMul: see the contract for `gate_up` and what it returns."""
     gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype).contiguous()
 

@@ -53,7 +53,9 @@ def _wrong_codes(part: WeightPart, form: WeightFormat) -> str:
 def _wrong_grid(part: WeightPart, form: WeightFormat) -> str:
     """Block and offset say where the scales lie, which cover the part and no more."""
     if part.block is None:
-        return f"block is None: say how many (rows, columns) share a scale of {form.name}"
+        each = tuple(n or max(1, whole) for n, whole in zip(form.block, part.shape, strict=True))
+        said = f"block is None: say how many (rows, columns) share a scale of {form.name}"
+        return f"{said}, such as {each}"
     for name, block, own, first, extent in zip(
         ("rows", "columns"), part.block, form.block, part.offset, part.shape, strict=True
     ):

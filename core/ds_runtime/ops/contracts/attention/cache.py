@@ -46,6 +46,7 @@ class CacheWrite(Protocol):
 class CacheGather(Protocol):
     """Read ranges of cached tokens through the page table into one dense tensor.
 
+    * cache: as in CacheWrite.
     * page_table: [sequences, max_pages] int32, unused entries undefined.
     * starts: [sequences] int64, first token of each range.
     * segs: lengths of the ranges (0 is legal).
@@ -70,10 +71,12 @@ class CacheGather(Protocol):
 class CacheMove(Protocol):
     """Copy cached tokens from slot to slot, in place: the accepted branch of a tree of drafts.
 
-    sources, targets: [sequences, n] int64 slots, distinct among the targets. A pair with a negative
-    source is skipped. Sequences have no slot in common. Within a sequence the order of pairs
-    counts, and no source is the target of an earlier pair. Entries are copied bit for bit; nothing
-    else is written. sequences == 0 and n == 0 are legal.
+    * cache: as in CacheWrite.
+    * sources, targets: [sequences, n] int64 slots, distinct among the targets.
+
+    A pair with a negative source is skipped. Sequences have no slot in common. Within a sequence
+    the order of pairs counts, and no source is the target of an earlier pair. Entries are copied
+    bit for bit; nothing else is written. sequences == 0 and n == 0 are legal.
     """
 
     def __call__(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None: ...

@@ -31,30 +31,33 @@ layouts = later("ds_runtime.ops.reference.layouts")
 class MlaDecode(Protocol):
     """Absorbed MLA over the paged latent cache: one shared K/V head of kv_lora + rope.
 
-    `state(limits)` allocates the persistent buffers of a step, once.
+    * `state(limits)` allocates the persistent buffers of a step, once.
+    * `prepare(state, batch)` runs on the host once per step and writes into the state. It reads
+      batch.decode, which is None if the step has no such rows.
+    * `run(state, q, cache, scale)` is called once per layer. q: [rows, heads, kv_lora + rope], the
+      absorbed latent part, then the rotated rope part. cache: one layer in the bound KV layout.
 
-    `prepare(state, batch)` runs on the host once per step, in place: it reads batch.decode. If the
-    kernel has a true `prepares_on_device`, a captured step holds `prepare`, before `run` in the
-    same recording. Each replay computes the queued work again, from tensors of batch.decode at the
-    same addresses. Such a `prepare` may read only this on the host: the step's sequences, q_lens,
-    the shapes of its tensors, and whether there is a tree.
+    Returns a new [rows, heads, kv_lora] in q.dtype. Softmax in fp32 of q·k·scale. Sequence i has n
+    rows: 1, or q_lens[i]. Its row j attends the first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1,
+    its own token included). Tokens beyond kv_lens and pages of others may hold NaN. 0 sequences and
+    0 rows are legal.
 
-    `run(state, q, cache, scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then
-    rotated rope part), cache one layer in the bound KV layout. Sequence i has n rows (n = 1, or
-    q_lens[i]). Its row j attends the first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1, its own
-    token included).
+    A kernel whose attribute `prepares_on_device` is true only queues work in `prepare`. A captured
+    step then holds `prepare`, before `run` in the same recording. Each replay computes the queued
+    work again, from tensors of batch.decode at the same addresses. Such a `prepare` may read only
+    this on the host: the number of sequences, q_lens, the shapes of its tensors, and whether there
+    is a tree.
 
-    A kernel may declare the phase `tree`, in which batch.decode.tree may be there. Row j then
-    attends the tokens that DecodePart names, always including its own. Tokens that it does not see
-    are finite.
+    A kernel may declare the phase `tree`. batch.decode.tree may then be there, and row j attends
+    the tokens that DecodePart names, always including its own. Tokens that it does not see are
+    finite.
 
     A kernel that promises `many_rows` takes any number of rows of a sequence, whatever
     Limits.max_queries says. It reaches about the FLOPs per second of MhaPrefill. Short chunks of
     prompts after many cached tokens then attend through it.
 
-    Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
-    of others may hold NaN. 0 sequences is legal.
-    Version 2: a sequence may have several rows. Version 1 had one row per sequence.
+    Version 0 had one row per sequence. Source: the DeepSeek-V2 technical report, arXiv 2405.04434,
+    section 2.1.
     """
 
     def state(self, limits: Limits) -> Any: ...
@@ -67,13 +70,15 @@ class MlaDecode(Protocol):
 class MhaDecode(Protocol):
     """Attention of new tokens over a paged cache of expanded keys and values, as in prefill.
 
-    `state`, `prepare` and which tokens a row sees are as in MlaDecode. `run(state, q, q_rope,
-    cache, scale)`: q [rows, heads, nope] and q_rope [rows, heads, rope] are the two parts of
-    queries. Head dims are contiguous, rows may be strided. cache is one layer in the bound KV
-    layout. The entry of a token has for each head its key [nope] and its value [v]. After these it
-    has the rotated key [rope] that all heads share. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
-    Returns [rows, heads, v] in q.dtype. Tokens that no row sees and pages of others may hold NaN;
-    tokens of trees are finite as in MlaDecode. 0 sequences is legal.
+    * `state` and `prepare`: as in MlaDecode.
+    * `run(state, q, q_rope, cache, scale)`: q [rows, heads, nope] and q_rope [rows, heads, rope]
+      are the two parts of queries. Head dims are contiguous, rows may be strided. cache: one layer
+      in the bound KV layout. The entry of a token has its key [nope] and its value [v] for each
+      head. After these it has the rotated key [rope] that all heads share.
+
+    Returns a new [rows, heads, v] in q.dtype. Softmax in fp32 of (q·k + q_rope·k_rope)·scale. A row
+    sees the tokens that it sees in MlaDecode. Tokens that no row sees and pages of others may hold
+    NaN; tokens of trees are finite as in MlaDecode. 0 sequences is legal.
     """
 
     def state(self, limits: Limits) -> Any: ...

@@ -43,6 +43,7 @@ class IndexScores(Protocol):
     """score(row, s) = key_scale(s) · Σ_h relu(q_h · k_s) · weight_h, of the tokens a row sees.
 
     * q: [rows, heads, d] as IndexPrologue returns it.
+    * cache: one layer in the bound index layout.
     * weights: [rows, heads] float32, of any sign. All constant factors and the queries' scales are
       included.
     * page_table: [sequences, pages] int32.
@@ -68,9 +69,12 @@ class IndexScores(Protocol):
 class IndexTopk(Protocol):
     """The slots of the `k` best tokens that each row sees, of equal ones those that come first.
 
-    scores: [rows, width] float32, width ≤ pages · page_size, undefined from lens[row] on. owners,
-    lens, page_table as in IndexScores. Returns [rows, k] int32 slots, each once, in any order. A
-    row that sees fewer than k tokens has all of them first, then −1. 0 rows is legal.
+    * scores: [rows, width] float32, width ≤ pages · page_size, undefined from lens[row] on.
+    * owners, lens, page_table: as in IndexScores.
+    * page_size: tokens of a page.
+
+    Returns a new [rows, k] int32, slots, each once, in any order. A row that sees fewer than k
+    tokens has all of them first, then −1. 0 rows is legal.
     """
 
     def __call__(
@@ -87,8 +91,11 @@ class IndexTopk(Protocol):
 class IndexSelect(Protocol):
     """index_scores and index_topk in one, without storing the scores. A fusion.
 
-    q, weights, cache, page_table, owners, lens as in IndexScores. Returns [rows, k] int32 slots as
-    IndexTopk does. If scores differ by no more than their rounding, any of these tokens is right.
+    * q, weights, cache, page_table, owners, lens: as in IndexScores.
+    * k: as in IndexTopk.
+
+    Returns [rows, k] int32 slots as IndexTopk does. If scores differ by no more than their
+    rounding, any of these tokens is right.
     """
 
     def __call__(

@@ -30,14 +30,18 @@ held = later("ds_runtime.ops.weight")
 class MlaAbsorb(Protocol):
     """The weight kv_b in its three uses, from one packing.
 
-    `pack(weight, facts)`: weight [heads · (nope + v), kv_lora], per head nope rows then v rows;
-    head counts and dims come from facts.dims (heads, qk_nope, v, kv_lora), heads being this
-    rank's. `expand(latent [T, kv_lora]) → (k_nope [T, heads, nope], v [T, heads, v])`.
-    `apply_q(q_nope [T, heads, nope], q_rope [T, heads, rope]) → [T, heads, kv_lora + rope]`
-    multiplies by W_UK, and appends q_rope unchanged: queries of the cache's rows.
-    `apply_v(x [T, heads, kv_lora]) → [T, heads, v]` multiplies by W_UVᵀ.
-    Accumulation in fp32, results in the input's dtype; inputs may be strided; T == 0 is legal.
-    Version 1 left q_rope to its caller.
+    * `pack(weight, facts)`: weight [heads · (nope + v), kv_lora]. It has for each head nope rows
+      (W_UK), then v rows (W_UV). facts.dims has heads, qk_nope, v and kv_lora; heads are this
+      rank's.
+    * `expand(latent, packed)`: latent [T, kv_lora]. Returns (k_nope [T, heads, nope], v [T, heads,
+      v]).
+    * `apply_q(q_nope, q_rope, packed)`: q_nope [T, heads, nope] times W_UK, with q_rope [T, heads,
+      rope] after it, unchanged. Returns [T, heads, kv_lora + rope], queries of the cache's rows.
+    * `apply_v(x, packed)`: x [T, heads, kv_lora] times W_UVᵀ. Returns [T, heads, v].
+
+    Results are new and in the input's dtype. They accumulate in fp32. Inputs may be strided. T == 0
+    is legal. The methods raise TypeError for another kernel's Packed. Source: the DeepSeek-V2
+    technical report, arXiv 2405.04434, section 2.1.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
@@ -52,10 +56,16 @@ class MlaAbsorb(Protocol):
 class MlaPrologue(Protocol):
     """Norm of the latent, rotation of q and k, cache write. A fusion.
 
-    q: [T, heads, nope + rope]; kv: [T, kv_lora + rope]; norm_weight: [kv_lora]; positions, slots:
-    [T] int64; cos_sin as in Rope; cache as in CacheWrite. Writes latent and k_rope to the cache at
-    the slots that are not negative. Returns new tensors (q_rope [T, heads, rope] rotated, latent
-    [T, kv_lora] normed, k_rope [T, rope] rotated).
+    * q: [T, heads, nope + rope].
+    * kv: [T, kv_lora + rope], of q's dtype.
+    * norm_weight: [kv_lora]; eps of the norm, as in RmsNorm.
+    * positions, slots: [T] int64.
+    * cos_sin: as in Rope.
+    * cache: as in CacheWrite.
+
+    Writes latent and k_rope to the cache at the slots that are not negative. Returns new tensors
+    (q_rope [T, heads, rope] rotated, latent [T, kv_lora] normed, k_rope [T, rope] rotated) in
+    q.dtype. T == 0 is legal.
     """
 
     def __call__(
@@ -75,13 +85,15 @@ class MlaInputs(Protocol):
     """From hidden states to absorbed queries, for steps whose rows all attend the cache. A fusion
     that owns its weights, of linears, norms, mla_absorb.apply_q and mla_prologue.
 
-    `pack(weights, facts)`: MlaWeights of one format; facts.dims has hidden, q_lora, heads, qk_nope,
-    qk_rope, v and kv_lora. `apply(x, eps, positions, cos_sin, cache, slots, packed)`: x is [T,
-    hidden], positions and slots [T] int64, cos_sin as in Rope, cache as in CacheWrite. eps is that
-    of both norms. The latent is norm(q_a x), and the queries are q_b latent. Their nope part is
+    * `pack(weights, facts)`: MlaWeights of one format. facts.dims has hidden, q_lora, heads,
+      qk_nope, qk_rope, v and kv_lora.
+    * `apply(x, eps, positions, cos_sin, cache, slots, packed)`: x [T, hidden]; positions, slots [T]
+      int64; cos_sin as in Rope; cache as in CacheWrite. eps is that of both norms.
+
+    The latent of queries is norm(q_a x), and the queries are q_b times it. Their nope part is
     multiplied by W_UK as in MlaAbsorb, their rope part is rotated. kv_a x is normed, rotated and
-    written as in MlaPrologue. Returns new (query [T, heads, kv_lora + rope], latent [T, q_lora]). T
-    == 0 is legal.
+    written as in MlaPrologue. Returns new (query [T, heads, kv_lora + rope], latent [T, q_lora]) in
+    x.dtype. T == 0 is legal.
     """
 
     def pack(self, weights: MlaWeights, facts: Facts) -> Packed: ...

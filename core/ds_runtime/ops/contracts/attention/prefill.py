@@ -39,8 +39,8 @@ class MhaPrefill(Protocol):
       its sequence.
 
     Softmax in fp32 of (q·k + q_rope·k_rope)·scale, scale > 0. Returns (out [Tq, heads, d_v] in
-    q.dtype, lse [Tq, heads] float32, natural log). A query without keys has out 0 and lse −inf.
-    Zero sequences or tokens are legal.
+    q.dtype, lse [Tq, heads] float32, natural log), both new. A query without keys has out 0 and lse
+    −inf. Zero sequences or tokens are legal.
     """
 
     def __call__(
@@ -83,8 +83,12 @@ class MhaPrefillQuantize(Protocol):
 class MergeState(Protocol):
     """Combine two partial attentions of the same queries over disjoint keys.
 
-    out_a, out_b: [tokens, heads, d]; lse_a, lse_b: [tokens, heads] float32, −inf where a part
-    saw no key (both −inf: out 0, lse −inf). Returns new (out, lse). Computed in fp32.
+    * out_a, out_b: [tokens, heads, d] of one dtype.
+    * lse_a, lse_b: [tokens, heads] float32, natural log, −inf where a part saw no key. If both are
+      −inf, out is 0 and lse −inf.
+
+    Returns new (out [tokens, heads, d] in out_a.dtype, lse [tokens, heads] float32). Computed in
+    fp32. tokens == 0 is legal.
     """
 
     def __call__(

@@ -33,6 +33,7 @@ class Rope(Protocol):
 
     (a, b) → (a·cos − b·sin, b·cos + a·sin), computed in fp32. Pairs stay interleaved. Returns new
     contiguous tensors in the input's dtype. tokens == 0 is legal.
+    Source: arXiv 2104.09864.
     """
 
     def __call__(

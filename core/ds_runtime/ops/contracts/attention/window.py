@@ -53,8 +53,10 @@ class NormRope(Protocol):
 class RopeBack(Protocol):
     """Rotate the last dims of each head back: by minus the angle of each position.
 
-    x: [tokens, heads, d], last dim contiguous; positions and cos_sin as in NormRope. Returns a new
-    contiguous [tokens, heads, d] in x.dtype. tokens == 0 is legal.
+    * x: [tokens, heads, d], last dim contiguous.
+    * positions, cos_sin: as in NormRope.
+
+    Returns a new contiguous [tokens, heads, d] in x.dtype. tokens == 0 is legal.
     """
 
     def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor: ...

@@ -35,7 +35,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def with_rope(heads: Tensor, rope: Tensor) -> Tensor:
-    """[T, heads, d] and a rope part, [T, heads, r] or for all heads [T, r] → [T, heads, d + r]."""
+    """Returns [T, heads, d + r]: `heads` [T, heads, d], then `rope`, [T, heads, r] or for all heads
+    [T, r].
+    """
     tokens, count, width = heads.shape
     out = heads.new_empty(tokens, count, width + rope.shape[-1])
     out[..., :width] = heads  # two copies: torch.cat of strided parts takes three times on GPUs
@@ -142,7 +144,9 @@ class ReferenceMlaDecode:
 
 
 def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
-    """(sequence, tokens that it sees) of every row. For a tree: the tokens that it may see."""
+    """Returns (sequence, tokens that it sees) of every row of `part`. For a tree: the tokens that
+    it may see.
+    """
     counts = part.q_lens or (1,) * part.size
     apart = part.tree is None
     return tuple(
@@ -153,7 +157,9 @@ def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
 
 
 def seen_of(bits: Tensor, length: int) -> Tensor:
-    """The tokens of `length` that a row of a tree sees, by its number: [length] bool."""
+    """Returns which of `length` tokens a row of a tree sees: [length] bool. bits: its number, []
+    int64.
+    """
     tokens = torch.arange(length, device=bits.device) - (length - TAIL)
     return (tokens < 0) | ((bits >> tokens.clamp(min=0)) & 1).bool()
 

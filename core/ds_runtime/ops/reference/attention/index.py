@@ -2,9 +2,8 @@
 
 One layer is one tensor. In a float dtype it is [pages, page_size, d]. In float8_e4m3fn it is uint8
 [pages, page_size, d + 4], where each page holds page_size · d bytes of keys and then page_size
-float32 scales. Fused paged kernels elsewhere read the same. In float4_e2m1fn_x2 it is int8 [pages,
-page_size, d / 2 + d / 32]. Each key has e2m1 codes, two in a byte, the first in the low bits, then
-exponent bytes.
+float32 scales. In float4_e2m1fn_x2 it is int8 [pages, page_size, d / 2 + d / 32]. Each key has e2m1
+codes, two in a byte, the first in the low bits, then exponent bytes.
 """
 
 from __future__ import annotations

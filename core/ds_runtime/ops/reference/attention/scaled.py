@@ -1,7 +1,8 @@
 """Torch references of the layout `latent_fp8_groups`: FP8 latents with a scale per 128 of them.
 
-One layer is uint8 [pages, page_size, bytes]: per token the latent in e4m3, a float32 scale per 128
-of its elements (amax / 448), then the rotated key in bfloat16. 656 bytes at DeepSeek's widths.
+One layer is uint8 [pages, page_size, bytes]. A token has the latent in e4m3, a float32 scale per
+128 of its elements (amax / 448), then the rotated key in bfloat16. That is 656 bytes at DeepSeek's
+widths.
 """
 
 from __future__ import annotations

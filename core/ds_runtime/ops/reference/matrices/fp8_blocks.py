@@ -12,8 +12,9 @@ BLOCK = 128
 
 
 def join(weight: Weight) -> tuple[Tensor, Tensor] | None:
-    """(e4m3 [rows, cols], float32 scales [row blocks, column blocks]) of all parts, one below the
-    other. None where a part begins inside a block, or ends inside one before the last.
+    """Returns the blocks of all parts of `weight`, one below the other: (e4m3 [rows, cols], float32
+    scales [row blocks, column blocks]). Returns None if a part begins inside a block, or ends
+    inside one before the last.
     """
     last = weight.parts[-1]
     for part in weight.parts:
@@ -32,25 +33,27 @@ def join(weight: Weight) -> tuple[Tensor, Tensor] | None:
 
 
 def spread(values: Tensor, scales: Tensor) -> Tensor:
-    """Back to float32: [..., rows, cols] from codes of any 8 bits and their block scales."""
+    """Returns float32 [..., rows, cols]. values: codes of 8 bits. scales: one for each block."""
     rows, cols = values.shape[-2:]
     wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
     return values.to(torch.float32) * wide.repeat_interleave(BLOCK, -1)[..., :cols]
 
 
 def powers_of_two(scale: Tensor) -> bool:
-    """Whether all scales are, float32 or float64; those of activations then are, too."""
+    """Returns whether all scales are, float32 or float64. Those of activations then are, too."""
     return bool((torch.frexp(scale)[0] == 0.5).all())
 
 
 def dense(weight: Weight, tag: str) -> Packed:
-    """A shard that cuts a block, which no such matmul takes: held in bfloat16, as "dense"."""
+    """Returns a shard that cuts a block, which no such matmul takes, in bfloat16, as tensor
+    `dense`.
+    """
     held = weight.dequantise(torch.bfloat16)
     return Packed(tag, weight.shape, {"dense": held}, held.nbytes, restore)
 
 
 def restore(packed: Packed) -> Tensor:
-    """`Packed.restore` of tensors "weight" and "scale", or "dense"."""
+    """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns float32."""
     tensors = packed.tensors
     if "dense" in tensors:
         held: Tensor = tensors["dense"]

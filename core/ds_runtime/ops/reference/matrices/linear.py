@@ -97,8 +97,9 @@ def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [tokens, in] · weightᵀ of weight [out, in] in float32, not rounded before if
-    `sums_in_float32` of their dtype. Returns `out` or a new tensor.
+    """Returns x · weightᵀ in float32, [tokens, out], in `out` or a new tensor. x: [tokens, in].
+    weight: [out, in] of x's dtype. The sums were never rounded to that dtype if `sums_in_float32`
+    of it.
     """
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)

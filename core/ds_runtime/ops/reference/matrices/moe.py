@@ -57,7 +57,9 @@ def mask_groups(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def with_shared_slots(weights: Tensor, ids: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Adds the shared slots to the result of Route: [tokens, top_k] → [tokens, top_k + shared]."""
+    """Returns `weights` and `ids` of Route, [tokens, top_k], with the shared slots of `routing`
+    after them: [tokens, top_k + shared].
+    """
     if not routing.shared:
         return weights, ids
     tokens, first = ids.shape[0], routing.num_experts
@@ -67,7 +69,7 @@ def with_shared_slots(weights: Tensor, ids: Tensor, routing: Routing) -> tuple[T
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Reference of Route."""
+    """Reference of Route: see the contract for logits, bias, routing and what it returns."""
     scores, choice = scores_and_choice(logits, bias, routing)
     ids = mask_groups(choice, routing).topk(routing.top_k, dim=-1).indices
     weights = scores.gather(1, ids)
