@@ -115,7 +115,7 @@ class Facts:
     of the checkpoint are, or are rounded when they are loaded. `compiled_rows`: rows of a call, at
     most, that torch.compile's functions serve; 0: none. `context`: tokens of a sequence at most; 0:
     not known. `ranks` of each mesh axis, on `hosts` machines; `interconnect`, `multicast`: of the
-    device's link. `batch_invariant`: see `own_bits`: the same arithmetic for a row in any call.
+    device's link. `threads`: see `Platform.threads`. `batch_invariant`: see `own_bits`.
     """
 
     device: DeviceInfo
@@ -135,6 +135,7 @@ class Facts:
     quantized: bool = False
     compiled_rows: int = 0
     context: int = 0
+    threads: int = 1
 
     role: str = "target"
     layer: int = -1
@@ -145,8 +146,7 @@ class Facts:
 
     @property
     def own_bits(self) -> bool:
-        """Whether rows must have bits of their own here. Drafts need not: what they are does not
-        show in what is drawn."""
+        """Whether a row has the same bits in any call. Drafts need not: they do not show."""
         return self.batch_invariant and self.role != DRAFT
 
 

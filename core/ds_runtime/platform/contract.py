@@ -159,6 +159,7 @@ class Platform(ABC):
     steps, with drafts or without. The capture runs the step, too.
     ordered_sums: by the link of devices on one host, how many ranks may be in a group whose
     communicator has an `ordered_sum`. fast_sums: the same of `fast_sums`'s kinds.
+    on_host: kernels run on the host's cores: `DeviceInfo.cores` are these, and ranks divide them.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
     and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
     loading that the KV cache takes at most where the user says nothing. local_rank: the index of
@@ -175,6 +176,7 @@ class Platform(ABC):
     branches: bool = False
     captures_prefill: bool = False
     capture_after: int = 0
+    on_host: bool = False
     own_memory: bool = False
     kv_share: float = 0.25
     local_rank: int | None = None
@@ -218,6 +220,12 @@ class Platform(ABC):
         user has not set them. The caller's own process is left alone.
         """
         return {}
+
+    def threads(self, size: int, wanted: int | None = None) -> int:
+        """Threads of the host on which kernels of one rank run, of `size` on this machine: `wanted`
+        (`--threads`), else the rank's share of the cores. 1 where a device computes.
+        """
+        return (wanted or max(1, self.info().cores // size)) if self.on_host else 1
 
     def init_worker(  # noqa: B027 (optional: most devices need nothing)
         self, rank: int, size: int, threads: int | None = None
