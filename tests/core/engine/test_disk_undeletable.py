@@ -290,7 +290,7 @@ def test_what_is_no_note_says_nothing(cache: Path, own: str) -> None:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["write", "forget", "damage", "lock", "close", "free", "restart"]),
-        st.integers(0, 3),
+        st.integers(0, 1),
     ),
     max_size=14,
 )
