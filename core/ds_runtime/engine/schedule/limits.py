@@ -42,7 +42,7 @@ class SchedulerLimits:
     absorbing: Absorbing | None = None
 
     def check_queue(self, waiting: int) -> None:
-        """Raise QueueFullError if so many that wait let nobody join them."""
+        """Raise QueueFullError if no request may join the `waiting` ones."""
         if waiting >= self.queue_limit:
             raise QueueFullError(
                 f"{waiting} requests are waiting, the limit is {self.queue_limit} "
