@@ -17,7 +17,7 @@ from ds_runtime.engine.messages import Submit
 ENGINE = Path(__file__).parents[2] / "core" / "ds_runtime" / "engine"
 SETTINGS = {"platform": "cpu", "threads": 1, "kv_memory": 40_000_000, "context_length": 256}
 # Of each room; that a step is launched, collected and told is the engine's own file.
-MOST = {"engine.py": 1, "schedule": 4, "step": 5, "capture": 1, "device": 4, "speculate": 0}
+MOST = {"engine.py": 1, "schedule": 2, "step": 5, "capture": 1, "device": 4, "speculate": 0}
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.reference.attention.dense import decode_batch
+from ds_runtime_cpu import native
 from ds_runtime_cpu.attention import MlaDecodeNative
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_cpu.workspace import mla_decode
@@ -69,22 +69,28 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
     assert int(done.stdout) < ROWS * HEADS * LORA * 2 + MORE
 
 
-LONG = [  # rows, heads, keys of each, dtype
-    (1, 16, 50_000, "bfloat16"),
-    (64, 16, 50_000, "bfloat16"),
-    (64, 16, 65_537, "float32"),  # ranges are halved there
-    (8, 128, 20_000, "bfloat16"),
-    (300, 16, 9_000, "float32"),
+LONG = [  # rows, heads, keys of each, threads, dtype
+    (1, 16, 50_000, None, "bfloat16"),
+    (64, 16, 50_000, 1, "bfloat16"),
+    (64, 16, 65_537, None, "float32"),  # ranges are halved there
+    (8, 128, 20_000, 3, "bfloat16"),
+    (300, 16, 9_000, 1, "float32"),
+    (256, 128, 500, 24, "float32"),  # mostly what threads need, of which few have a core
 ]
 
 
-def decoding(rows: int, heads: int, keys: int, dtype: str) -> tuple[int, int]:
+def decoding(rows: int, heads: int, keys: int, threads: int | None, dtype: str) -> tuple[int, int]:
     """(bytes by which the most that this process held grows with one call, bytes that the kernel
-    says it holds)."""
+    says it holds), on a rank of two with so many threads. None: its share of the cores."""
     named = getattr(torch, dtype)
     dims = Dims({"heads": heads, "kv_lora": LORA, "qk_rope": ROPE})
-    info = replace(CpuPlatform().info(), cores=torch.get_num_threads())
-    facts = Facts(info, dims, dtype, dtype, page_size=PAGE, context=keys)
+    platform = CpuPlatform()
+    platform.init_worker(0, 2, threads)
+    used = platform.threads(2, threads)
+    assert used == native.threads()
+    facts = Facts(
+        *(platform.info(), dims, dtype, dtype), page_size=PAGE, context=keys, threads=used
+    )
     pages = -(-keys // PAGE)
     q = torch.zeros(rows, heads, LORA + ROPE, dtype=named)
     cache = torch.zeros(1, PAGE, LORA + ROPE, dtype=named)
@@ -92,10 +98,11 @@ def decoding(rows: int, heads: int, keys: int, dtype: str) -> tuple[int, int]:
     kernel = MlaDecodeNative(facts)
     state = kernel.state(Limits(rows, rows, pages, PAGE, heads, torch.device("cpu")))
     kernel.prepare(state, decode_batch((1,) * rows, table))
-    kernel.run(state, q, cache, 0.1)  # what is allocated once
+    first = kernel.run(state, q, cache, 0.1)  # what is allocated once; another result is new
     kernel.prepare(state, decode_batch((keys,) * rows, table))
     before = held_most()
     out = kernel.run(state, q, cache, 0.1)
+    assert first.shape == out.shape
     return held_most() - before - out.nbytes, mla_decode(facts, rows)
 
 
@@ -117,7 +124,8 @@ def test_a_long_decode_holds_what_it_says(case: tuple[object, ...]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        *numbers, name = sys.argv[1:]
-        print(*decoding(*map(int, numbers), name))
+        rows, heads, keys, threads, name = sys.argv[1:]
+        given = None if threads == "None" else int(threads)
+        print(*decoding(int(rows), int(heads), int(keys), given, name))
     else:
         print(growth())

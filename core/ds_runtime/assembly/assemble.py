@@ -46,7 +46,7 @@ from ds_runtime.ops.contract import (
     Site,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.parallel.mesh import AXES, Mesh
+from ds_runtime.parallel.mesh import AXES, Mesh, local_ranks
 from ds_runtime.parallel.placement import check_experts
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.asking import check_outside
@@ -116,7 +116,8 @@ def assemble(
     if captured and (why := _uncapturable(platform, config, lora)):
         captured, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", why))
-    facts = replace(_facts(config, model, info), graph_capture=captured)
+    threads = platform.threads(local_ranks(config), config.threads)
+    facts = replace(_facts(config, model, info), graph_capture=captured, threads=threads)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
     sums = decide_sums(config, platform, info, plugins)

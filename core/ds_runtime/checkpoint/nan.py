@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_runtime.checkpoint.tensors import DTYPES
+
 Bytes = npt.NDArray[np.uint8]
 
 PIECE = 1 << 21  # bytes that are looked at together: the caches hold them since they were copied
@@ -59,12 +61,7 @@ def first_nan(kind: FloatKind, data: Bytes) -> int | None:
     return min(found, default=None)
 
 
-_NUMBERS: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})  # that torch itself looks at
 
 
 def any_nan(dtype: str, data: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ def any_nan(dtype: str, data: Tensor) -> Tensor:
     if dtype in _NUMBERS:
         if data.storage_offset() % KINDS[dtype].size:
             data = data.clone()
-        return torch.isnan(data.view(_NUMBERS[dtype])).any()
+        return torch.isnan(data.view(DTYPES[dtype])).any()
     if dtype == "F8_E8M0":
         return (data == 0xFF).any()
     return ((data & 0x7F) > (0x7C if dtype == "F8_E5M2" else 0x7E)).any()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -53,6 +53,33 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
     "BOOL": torch.bool,
 }
+
+
+class Sized(Protocol):
+    """What goes into one file as a whole."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def in_shards(items: Iterable[S], limit: int) -> dict[str, list[S]]:
+    """Consecutive items by the names of the files that they go into: of at most `limit` bytes, or
+    one item alone."""
+    groups: list[list[S]] = [[]]
+    used = 0
+    for item in items:
+        if groups[-1] and used + item.nbytes > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += item.nbytes
+    count = len(groups)
+    return {f"model-{i:05}-of-{count:05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 @dataclass(frozen=True, slots=True)

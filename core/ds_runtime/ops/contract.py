@@ -65,10 +65,9 @@ class DeviceInfo:
     type: the torch device type. name: what plans print. arch: the vendor's name of the
     architecture. features: what the hardware or the installed software can do. fast_dtypes: those
     with a fast matmul. memory: bytes. cores: those of a CPU, or a GPU's multiprocessors. bandwidth:
-    of its memory, in bytes per second. family: what people call all devices of its platform;
-    `Platform.device_info` knows. link: joins it to others of its host; "": not known.
-    link_bandwidth: bytes per second that it receives by the link. multicast: one store may reach
-    all devices of the link.
+    of its memory, in bytes per second. family: what people call devices of its platform. link:
+    joins it to others of its host; "": not known. link_bandwidth: bytes per second that it receives
+    by the link. multicast: one store may reach all devices of the link.
     """
 
     type: str
@@ -113,14 +112,15 @@ class Facts:
     The first block describes the process. dims: see below. dtype: the compute dtype. kv_dtype: of
     the KV cache. index_dtype: of the index cache, if attention is sparse. page_size: entries of a
     block of the site's cache. ranks: the size of each mesh axis. hosts: machines that have them.
-    interconnect, multicast: as DeviceInfo's link and multicast. deterministic: results need the
-    same bits in every run. batch_invariant: the user wants rows with bits of their own; kernels
-    look at `own_bits`. graph_capture: calls are recorded and replayed with other contents of the
-    same tensors. So a call may not wait for the device. What it launches may depend on shapes and
-    limits, but on no length. crowded: ops whose second forms of weights (`Footprint.second_form`)
-    find no room. quantized: weights of the checkpoint are, or are rounded when they are loaded.
-    compiled_rows: rows of a call, at most, that torch.compile's functions serve; 0: none. context:
-    tokens of a sequence at most; 0: not known.
+    threads: of the host, as `Platform.threads` returns them. interconnect, multicast: as
+    DeviceInfo's link and multicast. deterministic: results need the same bits in every run.
+    batch_invariant: the user wants rows with bits of their own; kernels look at `own_bits`.
+    graph_capture: calls are recorded and replayed with other contents of the same tensors. So a
+    call may not wait for the device. What it launches may depend on shapes and limits, but on no
+    length. crowded: ops whose second forms of weights (`Footprint.second_form`) find no room.
+    quantized: weights of the checkpoint are, or are rounded when they are loaded. compiled_rows:
+    rows of a call, at most, that torch.compile's functions serve; 0: none. context: tokens of a
+    sequence at most; 0: not known.
 
     The second block describes a site. role: "target", or "draft" for the layer that drafts. layer:
     its number, −1 outside the layers. module: its path in the layer, such as "mlp.down_proj".
@@ -150,6 +150,7 @@ class Facts:
     quantized: bool = False
     compiled_rows: int = 0
     context: int = 0
+    threads: int = 1
 
     role: str = "target"
     layer: int = -1
@@ -160,8 +161,7 @@ class Facts:
 
     @property
     def own_bits(self) -> bool:
-        """Whether rows must have bits of their own here. Drafts need not: what they are does not
-        show in what is drawn."""
+        """Whether a row has the same bits in any call. Drafts need not: they do not show."""
         return self.batch_invariant and self.role != DRAFT
 
 

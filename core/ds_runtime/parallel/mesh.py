@@ -123,3 +123,8 @@ class Mesh:
     def crosses(self, axis: AxisName) -> bool:
         """Whether a group of this axis has ranks of several hosts."""
         return any(len({self.host(rank) for rank in group}) > 1 for group in self.groups(axis))
+
+
+def local_ranks(config: EngineConfig) -> int:
+    """Ranks of all replicas on this machine."""
+    return config.replicas * Mesh.of(config).per_host

@@ -171,6 +171,7 @@ class Platform(ABC):
     * ordered_sums: link of the devices of one host → the most ranks of a group whose communicator
       has an `ordered_sum`.
     * fast_sums: the same for the communicator's `fast_sums`.
+    * on_host: kernels run on the host's cores. `DeviceInfo.cores` are these, and ranks divide them.
     * own_memory: the device's memory is for the engine alone. The KV cache then takes what weights
       and steps leave.
     * kv_share: on other devices, the share of the memory that is free after loading that the KV
@@ -188,6 +189,7 @@ class Platform(ABC):
     branches: bool = False
     captures_prefill: bool = False
     capture_after: int = 0
+    on_host: bool = False
     own_memory: bool = False
     kv_share: float = 0.25
     local_rank: int | None = None
@@ -231,6 +233,12 @@ class Platform(ABC):
         user has not set them. The caller's own process is left alone.
         """
         return {}
+
+    def threads(self, size: int, wanted: int | None = None) -> int:
+        """Threads of the host on which kernels of one rank run, of `size` on this machine: `wanted`
+        (`--threads`), else the rank's share of the cores. 1 where a device computes.
+        """
+        return (wanted or max(1, self.info().cores // size)) if self.on_host else 1
 
     def init_worker(  # noqa: B027 (optional: most devices need nothing)
         self, rank: int, size: int, threads: int | None = None

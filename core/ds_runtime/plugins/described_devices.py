@@ -40,6 +40,7 @@ _PROPERTIES = (
     "asynchronous",
     "captures",
     "branches",
+    "on_host",
     "own_memory",
     "kv_share",
     "ordered_sums",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
+from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor, in_shards
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.weights.quant import Place, Quant
 from ds_runtime_convert.packing import planned
@@ -96,20 +96,9 @@ class ShardPlan:
 def shards(items: Sequence[Item], shard_bytes: int, about: dict[str, str]) -> list[ShardPlan]:
     """The items in files of at most this many bytes, unless one alone is larger. about: what the
     headers say of the conversion, which resuming compares."""
-    groups: list[list[Item]] = [[]]
-    size = 0
-    for item in items:
-        if groups[-1] and size + item.nbytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += item.nbytes
-    total = len(groups)
     return [
-        ShardPlan(
-            f"model-{i:05}-of-{total:05}.safetensors", tuple(group), _header(tuple(group), about)
-        )
-        for i, group in enumerate(groups, 1)
+        ShardPlan(name, tuple(group), _header(tuple(group), about))
+        for name, group in in_shards(items, shard_bytes).items()
     ]
 
 

@@ -72,6 +72,7 @@ class CpuPlatform(Platform):
     capture_after = 8  # a size that comes now and then is not worth a recording
 
     captures = True
+    on_host = True
 
     def __init__(self) -> None:
         self._isa = AUTO
@@ -119,7 +120,7 @@ class CpuPlatform(Platform):
         import torch
 
         native.unbind_caller()
-        count = threads or max(1, machine.cores() // size)
+        count = self.threads(size, threads)
         torch.set_num_threads(count)
         if native.isa_in_use() is None:
             return

@@ -12,7 +12,7 @@ _PARTS = 16  # of a thread's memory, each at a line
 
 def mla_decode(facts: Facts, rows: int) -> int:
     """Bytes at most: partial results of the ranges that the longest sequences are divided into,
-    for the rows of a slice, and what each thread needs."""
+    for the rows of a slice, and what each of this rank's threads needs."""
     heads, latent = facts.dims["heads"], facts.dims["kv_lora"]
     width, item = latent + facts.dims["qk_rope"], 2 if facts.dtype == "bfloat16" else 4
     tokens = min(rows, max(1, _SLICE // heads))
@@ -22,7 +22,7 @@ def mla_decode(facts: Facts, rows: int) -> int:
     blocks = 2 * _KEYS * _up(width, 32) + _KEYS * (_ROWS + 8 * _VECTOR)  # widened, staged, turned
     desk = item * (_ROWS * _up(width, 32) + blocks)
     desk += 4 * (_KEYS * _ROWS + _ROWS * columns + 6 * _ROWS) + _PARTS * _LINE
-    return partial + units + facts.device.cores * desk + 5 * _LINE
+    return partial + units + facts.threads * desk + 5 * _LINE
 
 
 def _ranges(context: int) -> int:

@@ -4,9 +4,13 @@ of files and folders of another user. Real permissions, of a process that is not
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +127,7 @@ def test_once_it_can_be_deleted_the_page_is_written_anew(cache: Path, how: str) 
 def test_a_page_to_delete_is_told_also_once_writing_has_stopped(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is read again after a restart, whatever else was wrong with the disk."""
+    """Whatever else was wrong with the disk."""
     with unprivileged():
         folder = DiskFolder(cache, 10**6)
         assert folder.write(NAME, "page", views(CONTENT))
@@ -173,15 +177,147 @@ def test_a_page_that_another_server_deletes_meanwhile_stops_nothing(
     assert folder.write(NAME, "page", views(CONTENT)) and is_read(folder)
 
 
+SERVER = """
+    import json, os, sys
+    from pathlib import Path
+    from ds_runtime.kv.tiers.disk import Disk
+    from ds_runtime.kv.tiers.folder import DiskFolder, Sought
+    from ds_runtime.kv.tiers.hand import LOST, DiskHand
+
+    class Memory:
+        queued, slot = 0, bytearray(100)
+
+        def parts(self, kind, slot):
+            return [memoryview(self.slot)]
+
+        def ended(self, finish):
+            return 0
+
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    NAME, content, memory = bytes(range(32)), bytes.fromhex(sys.argv[2]), Memory()
+    folder = DiskFolder(Path(sys.argv[1]), 10**6)
+    disk = Disk(folder, DiskHand(folder, memory))
+    disk.poll()
+    found = folder.has(NAME, "page"), folder.reach([Sought(NAME, False, True)])
+    read = disk._hands.read("page", 0, NAME).result(20) != LOST
+    assert not read or bytes(memory.slot) == content
+    if sys.argv[3] == "forgets":
+        disk.forget(NAME, "page")
+    wrote = folder.write(NAME, "page", [memoryview(content)])
+    disk.close()
+    disk.poll()
+    print(json.dumps([*found, read, wrote]))
+"""
+
+
+def served(cache: Path, does: str = "reads") -> tuple[list[int], list[str]]:
+    """What another process has of the page: [is it there, how many can be had, is it read, bytes
+    that it writes anew], and the lines that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SERVER), cache, CONTENT.hex(), does],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr.splitlines()
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "damaged":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("how", [LOCKED[1], pytest.param("of another user", marks=needs_root)])
+@pytest.mark.parametrize("why", ["forgets", "damaged", "cut", "closed"])
+def test_processes_refuse_the_same_page_after_each_restart(cache: Path, why: str, how: str) -> None:
+    """With one line each, and nobody looks for it. Once it can be deleted, the next one writes it
+    anew, and the one after that reads it."""
+    with unprivileged():
+        DiskFolder(cache, 10**6).write(NAME, "page", views(CONTENT))
+    (path,) = cache.glob("??/*.page")
+    damage(path, why)
+    lock(cache, how)
+    if why == "closed":
+        path.chmod(0)
+    known, said = served(cache, why)
+    own = how == LOCKED[1]  # who reads a file marks it as used
+    assert known == [True, 1, own and why == "forgets", 0], "nobody knew"
+    (told,) = said
+    assert f"{path} must not be read any more, and cannot be deleted" in told
+    for _ in range(2):
+        known, again = served(cache)
+        assert known == [False, 0, False, 0]
+        assert again == [told]
+    if IS_ROOT:
+        os.chown(path.parent, NOBODY, NOBODY)
+    path.parent.chmod(0o700)
+    assert served(cache) == ([False, 0, False, len(CONTENT)], [])
+    assert served(cache) == ([True, 1, True, 0], [])
+
+
+def test_a_line_names_one_of_many(cache: Path) -> None:
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        for number in range(5):
+            folder.write(named(number), "page", views(CONTENT))
+    (inner,) = cache.glob("??")
+    for path in inner.iterdir():
+        path.chmod(0o400)
+    inner.chmod(0o500)
+    with unprivileged():
+        for number in range(4):
+            folder.forget(named(number), "page")
+        later = DiskFolder(cache, 10**6)
+        first = inner / f"{named(0).hex()[2:]}.page"
+        assert later.stopped.startswith(f"{cache}: {first} and 3 more, listed in {cache}/refused,")
+        assert [later.has(named(n), "page") for n in range(5)] == [False] * 4 + [True]
+        assert is_read(later, named(4)) and not later.write(named(9), "page", views(CONTENT))
+
+
+@pytest.mark.parametrize("own", ["x.page", "0" * 63 + ".page", "a folder", "0" * 64 + ".tmp"])
+def test_what_is_no_note_says_nothing(cache: Path, own: str) -> None:
+    with unprivileged():
+        DiskFolder(cache, 10**6).write(NAME, "page", views(CONTENT))
+        (cache / "refused" / own).mkdir(parents=True)
+        folder = DiskFolder(cache, 10**6)
+        assert not folder.stopped and is_read(folder) and (cache / "refused" / own).is_dir()
+
+
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["write", "forget", "lock", "free"]), st.integers(0, 3)), max_size=14
+    st.tuples(
+        st.sampled_from(["write", "forget", "damage", "lock", "close", "free", "restart"]),
+        st.integers(0, 1),
+    ),
+    max_size=14,
 )
+
+
+def change(inner: Path, do: str, path: Path) -> None:
+    """By somebody else, of whose folder this is one; path: the page of which it is done."""
+    if do == "damage" and path.exists() and (size := path.stat().st_size):
+        mode = path.stat().st_mode
+        path.chmod(0o600)
+        path.write_bytes(bytes(size))
+        path.chmod(mode)
+    if do == "close" and path.exists():
+        path.chmod(0)
+    if do == "lock":
+        for one in inner.iterdir():
+            one.chmod(one.stat().st_mode & 0o400)
+        inner.chmod(0o500)
+    if do == "free":
+        inner.chmod(0o700)
 
 
 @given(steps=STEPS)
 @settings(max_examples=examples(60), deadline=None)
 def test_what_is_forgotten_is_never_read_until_it_is_written_again(steps) -> None:
-    """Whatever becomes of the folder's permissions meanwhile."""
+    """Whatever becomes of the folder's permissions meanwhile, by this server and by others, which
+    start later."""
     outer = Path(tempfile.mkdtemp())
     if IS_ROOT:
         os.chown(outer, NOBODY, NOBODY)
@@ -195,13 +331,19 @@ def test_what_is_forgotten_is_never_read_until_it_is_written_again(steps) -> Non
                 elif do == "forget":
                     folder.forget(named(number), "page")
                     kept.discard(number)
+                elif do == "restart":
+                    folder = DiskFolder(outer / "cache", 10**6)
                 elif (inner := outer / "cache" / "00").exists():
-                    inner.chmod(0o500 if do == "lock" else 0o700)
+                    change(inner, do, inner / f"{named(number).hex()[2:]}.page")
+                    if do in ("damage", "close"):
+                        kept.discard(number)
                 for number in range(4):
                     right = number in kept
-                    assert folder.has(named(number), "page") is right
                     assert is_read(folder, named(number)) is right
-                    assert is_read(DiskFolder(outer / "cache", 10**6), named(number)) is right
+                    assert folder.has(named(number), "page") is right
+                    later = DiskFolder(outer / "cache", 10**6)
+                    assert later.has(named(number), "page") is right
+                    assert is_read(later, named(number)) is right
     finally:
         for inner in (outer / "cache").glob("??"):
             inner.chmod(0o700)

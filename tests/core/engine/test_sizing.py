@@ -209,9 +209,8 @@ def serve_prompts(machine, sizing, prompts, rows, chance, context=500):
                 break
         waiting = [p for p in waiting if p[1]]
         assert taken or not prompts
-        sizing.launched(room, 0)
         seconds = machine.seconds(room.load, chance)
-        sizing.note(seconds, stats)
+        sizing.note(room, seconds, stats)
         gaps.append(seconds)
         chunks.append(taken)
     raise AssertionError("prompts make no progress")
@@ -222,8 +221,7 @@ def warm(machine, sizing, chance, rows):
     for number in range(30):
         plan = StepPlan(step=number, works=decodes(rows, 500))
         room = sizing.open(plan)
-        sizing.launched(room, 0)
-        sizing.note(machine.seconds(room.load, chance), Stats())
+        sizing.note(room, machine.seconds(room.load, chance), Stats())
     for length in (40, 900, 300, 2000, 120):
         serve_prompts(machine, sizing, [(0, length)], rows, chance)
 

@@ -16,7 +16,7 @@ from typing import Any
 from ds_runtime.cli.run.remote import Remote, RemoteError
 from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError, unreadable
-from ds_runtime.text.parsers.events import Content, Reasoning
+from ds_runtime.text.parsers.events import Content, Reasoning, ToolCall
 from ds_runtime.text.parsers.reasoning import ReasoningParser
 
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -152,15 +152,6 @@ class Screen:
 
 
 @dataclass(slots=True)
-class PrintedCall:
-    """One tool call as it comes."""
-
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-@dataclass(slots=True)
 class Chat:
     """A conversation: `history` holds what was said, without the system message.
 
@@ -277,7 +268,7 @@ class Said:
         self._screen = screen
         self._reasoning = ReasoningParser("deepseek-v3", "")  # where it stands in the text
         self._content = ""
-        self._calls: dict[int, PrintedCall] = {}
+        self._calls: dict[int, ToolCall] = {}
         self._last: tuple[str, int] | None = None  # what is being printed: a kind, a call
 
     def add(self, delta: dict[str, Any]) -> None:
@@ -298,14 +289,7 @@ class Said:
             return None
         message: dict[str, Any] = {"role": "assistant", "content": self._content}
         if calls:
-            message["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": c.arguments},
-                }
-                for c in calls
-            ]
+            message["tool_calls"] = [c.as_json for c in calls]
         return message
 
     def stopped(self) -> None:
@@ -318,7 +302,7 @@ class Said:
 
     def _call(self, part: dict[str, Any]) -> None:
         index, function = int(part.get("index") or 0), part.get("function") or {}
-        call = self._calls.setdefault(index, PrintedCall())
+        call = self._calls.setdefault(index, ToolCall("", ""))
         call.id = part.get("id") or call.id
         name, arguments = function.get("name") or "", function.get("arguments") or ""
         call.name += name

@@ -17,7 +17,7 @@ from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.link.end import LinkKeys, is_free, secret
 from ds_runtime.parallel.link.messages import Hello
-from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.mesh import Mesh, local_ranks
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -58,7 +58,7 @@ class RankSpec:
     @property
     def local_ranks(self) -> int:
         """Ranks of all replicas on this node."""
-        return self.config.replicas * self.mesh.per_host
+        return local_ranks(self.config)
 
     @property
     def nodes(self) -> int:

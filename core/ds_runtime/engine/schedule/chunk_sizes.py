@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 
 from ds_runtime.engine.messages import Stats
@@ -45,7 +44,6 @@ class Sizing:
         self._full = Load()
         for _ in range(max(1, max_tokens // chunk)):
             self._full.add_prompt(0, min(chunk, max_tokens))
-        self._launched: deque[tuple[Load, bool]] = deque()
 
     @classmethod
     def of(cls, limits: SchedulerLimits) -> Sizing:
@@ -70,16 +68,9 @@ class Sizing:
         taken = max(self.cost.seconds(load), self.decode)
         return StepRoom(self, load, max(self.gap, 2 * self.decode) / self.over - taken)
 
-    def launched(self, room: StepRoom, loaded: int) -> None:
-        """The step that a room was opened for is on its way, with this many pages from below."""
-        room.load.loaded = loaded
-        self._launched.append((room.load, room.is_cut))
-
-    def note(self, seconds: float | None, stats: Stats) -> None:
-        """The oldest launched step took so long; None: it cannot be said."""
-        load, is_cut = self._launched.popleft()
-        if seconds is None:
-            return
+    def note(self, room: StepRoom, seconds: float, stats: Stats) -> None:
+        """The step that a room was opened for took so long."""
+        load = room.load
         if not load.prompts:
             if load.rows:
                 clipped = min(seconds, 3 * self.decode) if self.decode else seconds
@@ -88,7 +79,7 @@ class Sizing:
         stats.prefill_steps += 1
         stats.prefill_tokens += load.tokens
         stats.prefill_absorbed += load.absorbed_tokens
-        stats.prefill_steps_cut += is_cut
+        stats.prefill_steps_cut += room.is_cut
         if self.cost.known:
             expected = self.cost.seconds(load)
             stats.prefill_seconds += seconds

@@ -25,6 +25,7 @@ class Holdings:
         self.groups = tuple(groups)
         self.snapshots = [pages.snapshots for pages in groups if pages.snapshots is not None]
         self.keeps_states = bool(self.snapshots)
+        self.copying = bool(self.snapshots or any(p.below for p in groups))
         self.rows = list(range(num_rows))  # free ones, a heap: low rows first
 
     @property
@@ -115,14 +116,10 @@ class Holdings:
                 plan.loads += [(group, *pair) for pair in noted.loads]
                 plan.hurried |= noted.hurried
 
-    def of(self, request: Request) -> Pages:
-        """The pages of the group that has a running request."""
-        return self.groups[request.group]
-
     def release(self, request: Request) -> None:
         """Take row and pages back."""
         heapq.heappush(self.rows, request.row)
-        self.of(request).release(request)
+        self.groups[request.group].release(request)
         request.row, request.on_device = -1, False
         request.num_drafts, request.drafts, request.draft_parents = 0, [], []
         request.is_verifying = False

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ds_runtime.engine.speculate.draft_length import Pace
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.ops.contracts.attention.absorbing import Absorbing
 from ds_runtime.sampling_params import SamplingParams
 
@@ -40,6 +40,14 @@ class SchedulerLimits:
     max_itl: float = 0.0
     prefill_sizes: tuple[int, ...] = ()
     absorbing: Absorbing | None = None
+
+    def check_queue(self, waiting: int) -> None:
+        """Raise QueueFullError if no request may join the `waiting` ones."""
+        if waiting >= self.queue_limit:
+            raise QueueFullError(
+                f"{waiting} requests are waiting, the limit is {self.queue_limit} "
+                "(--max-queued-requests): try again later"
+            )
 
 
 def check_prompt(prompt: Sequence[int], limits: SchedulerLimits, pool_tokens: int) -> None:

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
+from ds_runtime.engine.messages import Failed, Submit, TokenLogprob, Tokens
 from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.step.plan import RowInit, Work, WorkResult
 from ds_runtime.errors import FieldPath
@@ -177,6 +177,16 @@ class Request:
     def realm(self) -> Realm:
         """What tells its pages from those of the same tokens that it may not read."""
         return Realm(0 if self.adapter is None else self.adapter.key, self.salt)
+
+    def broken(self, position: int) -> Failed:
+        """That the logits for the token at `position` are not finite."""
+        number = position - self.prompt_len
+        which = f"{number + 1} of the answer" if number >= 0 else f"{position + 1} of the prompt"
+        said = (
+            f"the model's logits for token {which} are not finite (NaN or infinity): the choice "
+            "ends here, and nothing that was computed for it stays in the prefix cache"
+        )
+        return Failed(self.rid, "broken", said)
 
     @property
     def is_behind(self) -> bool:

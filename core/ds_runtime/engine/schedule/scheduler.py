@@ -28,7 +28,7 @@ from ds_runtime.engine.schedule.request import (
     right_of_way,
 )
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult, arranged
-from ds_runtime.errors import QueueFullError, RequestError
+from ds_runtime.errors import RequestError
 from ds_runtime.grammar.guide import Followed, Guide
 from ds_runtime.kv.rank_pages import Pages
 
@@ -44,7 +44,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._groups = self.holdings.groups
+        self._in_flight: deque[tuple[int, list[Request], StepRoom | None]] = deque()
         self._num_submitted = 0
         self._checked: list[int] | None = None  # the prompt that was found good last
         self._num_guided = 0
@@ -79,11 +80,7 @@ class Scheduler:
         check_params(submit.params, self.limits)
         if submit.rid in self._requests:
             raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
-        if len(self.waiting) >= self.limits.queue_limit:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting, the limit is "
-                f"{self.limits.queue_limit} (--max-queued-requests): try again later"
-            )
+        self.limits.check_queue(len(self.waiting))
         self._num_submitted += 1
         priority = submit.priority if self.limits.policy == "priority" else 0
         # A sequence may be one longer than the KV pool: its last token is never computed.
@@ -92,7 +89,7 @@ class Scheduler:
         request = Request.create(submit, order, self.limits.eos, limit, guide, adapter)
         self._requests[request.rid] = request
         self._num_guided += guide is not None
-        self._enqueue(request)
+        insort(self.waiting, request, key=right_of_way)
 
     def abort(self, rids: Iterable[str]) -> None:
         """Forget requests and free what they hold; results still under way are dropped."""
@@ -118,9 +115,6 @@ class Scheduler:
             pages_free=self.holdings.num_free,
             pages_cached=self.holdings.num_cached,
         )
-
-    def _enqueue(self, request: Request) -> None:
-        insort(self.waiting, request, key=right_of_way)
 
     def _finish(self, request: Request) -> None:
         if request.is_running:
@@ -153,9 +147,25 @@ class Scheduler:
                 plan.works.append(self._work(request, length))
                 planned.append(request)
                 spare -= length - 1
-        budget = spare + len(decodes) - len(planned)
+        room = self._prompts(plan, planned, spare + len(decodes) - len(planned))
+        if not plan.works:
+            return None
+        if self.holdings.copying:
+            self.holdings.drain(plan)
+        if room is not None:
+            plan.works, planned = arranged(plan.works, planned)
+            room.load.loaded = len(plan.loads)
+        self._stats.steps += 1
+        self._in_flight.append((plan.step, planned, room))
+        return plan
+
+    def _prompts(self, plan: StepPlan, planned: list[Request], budget: int) -> StepRoom | None:
+        """Plan chunks of prompts. Returns their room; None without prompts or a gap to keep."""
+        begun = [r for r in self.running if not r.on_device]
+        if not (begun or self.waiting or self._sizing.gap):
+            return None
         room = self._sizing.open(plan)
-        for request in [r for r in self.running if not r.on_device]:
+        for request in begun:
             if budget and not room.is_full:
                 budget -= self._prefill(request, budget, plan, planned, room)
         for request in self._admissions() if budget and not room.is_full else ():
@@ -163,14 +173,7 @@ class Scheduler:
             budget -= self._prefill(request, budget, plan, planned, room)
             if not budget or room.is_full:
                 break
-        if not plan.works:
-            return None
-        plan.works, planned = arranged(plan.works, planned)
-        self.holdings.drain(plan)
-        self._sizing.launched(room, len(plan.loads))
-        self._stats.steps += 1
-        self._in_flight.append((plan.step, planned))
-        return plan
+        return room
 
     def _prefill(
         self, request: Request, budget: int, plan: StepPlan, planned: list[Request], room: StepRoom
@@ -178,7 +181,7 @@ class Scheduler:
         """Plan the next chunk of known tokens; how many that are, 0 where the step is full."""
         left = request.total_len - request.num_computed
         most = min(left, budget, self.limits.prefill_chunk)
-        most = self.holdings.of(request).reach(request, most)
+        most = self._groups[request.group].reach(request, most)
         others = bool(self.waiting) or any(r.can_prefill for r in self.running if r is not request)
         if length := room.take(request.num_computed, most, others):
             plan.works.append(self._work(request, length))
@@ -193,7 +196,7 @@ class Scheduler:
         asks_prompt = start + 1 < request.prompt_len and request.wants_prompt_logprobs
         drafts = self._drafts if sample else 0
         if self.holdings.keeps_states:
-            self.holdings.of(request).advance(request)
+            self._groups[request.group].advance(request)
         if drafts:  # the draft layer goes on behind the last token
             self._cover(request, length + self.limits.draft_room)
         work = Work(
@@ -230,17 +233,17 @@ class Scheduler:
     def _num_verified(self, request: Request, spare: int) -> int:
         """How many of its drafts the next step verifies: `spare` at most, and what pages hold."""
         wanted = min(request.num_drafts, spare, request.limit - 1 - request.total_len)
-        wanted = self.holdings.of(request).reach(request, 1 + wanted) - 1
+        wanted = self._groups[request.group].reach(request, 1 + wanted) - 1
         return self._cover(request, 1 + wanted) - 1 if wanted > 0 else 0
 
     def _cover(self, request: Request, count: int) -> int:
         """Pages for the next `count` tokens, as far as they can be spared."""
         count = min(count, request.limit - request.num_computed)
-        return self.holdings.of(request).cover(request, count)
+        return self._groups[request.group].cover(request, count)
 
     def _grow(self, request: Request) -> bool:
         """Room for the next token, by preempting others; False if it was preempted itself."""
-        while not self.holdings.of(request).grow(request):
+        while not self._groups[request.group].grow(request):
             victim = next(r for r in reversed(self.running) if r.group == request.group)
             self._preempt(victim)
             if victim is request:
@@ -249,10 +252,10 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue; it will be computed anew, with the output that it has."""
-        assert self.holdings.of(request).num_running > 1, "one request alone always fits"
+        assert self._groups[request.group].num_running > 1, "one request alone always fits"
         self._release(request)
         request.state = State.WAITING
-        self._enqueue(request)
+        insort(self.waiting, request, key=right_of_way)
         self._stats.preemptions += 1
 
     def _admissions(self) -> Iterable[Request]:
@@ -289,7 +292,7 @@ class Scheduler:
             request.admitted = time.monotonic()
             self._stats.prompt_tokens += request.prompt_len
             self._stats.cached_tokens += request.num_computed
-            request.cached_by_tier = found = self.holdings.of(request).by_tier(request)
+            request.cached_by_tier = found = self._groups[request.group].by_tier(request)
             self._stats.cached_host_tokens += found["host"] if found else 0
             self._stats.cached_disk_tokens += found.get("storage", 0) if found else 0
         return True
@@ -302,9 +305,10 @@ class Scheduler:
         """Take a step's result, in the order of the plans; what each request is to be told.
         seconds: that it took, where that is known.
         """
-        step, requests = self._in_flight.popleft()
+        step, requests, room = self._in_flight.popleft()
         assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
-        self._sizing.note(seconds, self._stats)
+        if room is not None and seconds is not None:
+            self._sizing.note(room, seconds, self._stats)
         messages = list[Tokens | Failed]()
         fresh = list[Guided]()
         for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
@@ -323,7 +327,7 @@ class Scheduler:
             elif outcome.broken is not None:
                 messages.append(self._break(request, outcome.broken))
             elif request.is_running:  # else it was preempted
-                self.holdings.of(request).share(request, work.start + work.length)
+                self._groups[request.group].share(request, work.start + work.length)
         if fresh:
             self._stats.late_masks += self._underway.begin(fresh)
         return messages + self.followed()
@@ -348,14 +352,8 @@ class Scheduler:
         """End a request: the logits for the token at `position` are not finite."""
         self._stats.broken += 1
         self._finish(request)
-        self.holdings.of(request).discard(request)
-        number = position - request.prompt_len
-        which = f"{number + 1} of the answer" if number >= 0 else f"{position + 1} of the prompt"
-        said = (
-            f"the model's logits for token {which} are not finite (NaN or infinity): the choice "
-            "ends here, and nothing that was computed for it stays in the prefix cache"
-        )
-        return Failed(request.rid, "broken", said)
+        self._groups[request.group].discard(request)
+        return request.broken(position)
 
     def _take(
         self, request: Request, work: Work, outcome: WorkResult, followed: Followed | None
@@ -376,7 +374,7 @@ class Scheduler:
                 request.draft_parents = outcome.draft_parents
             if broken is None:
                 end = work.start + work.length - drafted - 1 + kept
-                self.holdings.of(request).share(request, end, proved=True)
+                self._groups[request.group].share(request, end, proved=True)
         stats.generated_tokens += kept
         if drafted:
             stats.verified += 1

@@ -4,6 +4,9 @@ What the bytes of a page depend on is all in its name (`kv.keys`), so a file mea
 server and after every restart. A file is written under another name first, so a process that dies
 leaves none that is torn; what a machine leaves that dies is told by its checksum. Nothing waits for
 the disk: what is lost is computed again.
+
+A file that must not be read is deleted. Where nobody may delete or empty it, an empty file of its
+name in the folder `refused` says so to every server and after every restart.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ _TORN = 3600.0  # seconds after which nobody still writes a file under its first
 _SCAN = 30.0  # seconds that a count of the folder is trusted, beside what was written here
 _LEFT = 0.9  # of the size, once the oldest have left
 _FOLDER = re.compile("[0-9a-f]{2}")
+_NOTES = "refused"  # the folder of notes
+_NOTED = re.compile(r"([0-9a-f]{2})([0-9a-f]{62}\.(?:page|state))")
+_UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}  # errors that do not go by themselves
 _TEMPORARY = re.compile(r"\.[\w-]+\.tmp")
 _OURS = re.compile(r"[0-9a-f]{62}\.(page|state)|" + _TEMPORARY.pattern)  # others' files stay
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -68,8 +74,14 @@ class DiskFolder:
                 )
             with suppress(OSError), (folder / "README.txt").open("x") as note:
                 note.write(_NOTE)  # a full disk can still be read; somebody's own stays
+            noted = self._read_notes()
         except OSError as e:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
+        for path in noted:
+            with suppress(OSError):
+                self._erase(path)
+        if self._refused:
+            self._refuse(min(self._refused))
 
     def seconds(self, nbytes: int) -> float:
         """To read this many bytes that are not in memory, as measured with a file of its own.
@@ -141,9 +153,12 @@ class DiskFolder:
 
     def read(self, name: bytes, kind: str, parts: Sequence[memoryview]) -> bool:
         """Fill `parts` with what was written under this name; False where that is not there, torn,
-        of another version or of another size. Such a file is deleted."""
+        of another version, of another size or refused. Such a file is deleted, and one that the
+        disk or its permissions let nobody read."""
         path, nbytes = self._path(name, kind), sum(part.nbytes for part in parts)
         head = bytearray(_HEAD.size)
+        if path in self._refused:
+            return False
         try:
             with open(os.open(path, _READ), "rb", buffering=0) as file:
                 right = os.fstat(file.fileno()).st_size == len(head) + nbytes
@@ -154,22 +169,53 @@ class DiskFolder:
                     os.utime(file.fileno())  # it is among the last to leave
                     now = os.fstat(file.fileno())
                     kept = now.st_nlink > 0 and now.st_size == len(head) + nbytes
-                    return kept and path not in self._refused  # nobody has deleted it meanwhile
-        except OSError:
-            return False
-        with suppress(OSError):
-            self._erase(path)
+                    if not kept or path in self._refused:
+                        return False  # somebody has deleted it meanwhile
+                    if not self._note(path).exists():
+                        return True
+        except OSError as e:
+            if e.errno not in _UNREADABLE or not _is_page(path):
+                return False
+        self._refuse(path)
         return False
 
     def forget(self, name: bytes, kind: str) -> None:
         """Delete a file, if it is there. One that cannot be is emptied: nobody reads that. Where
-        this fails, too, it is not read here, and writing stops, whose reason says so."""
-        path = self._path(name, kind)
+        this fails, too, nobody reads it from now on, and writing stops, whose reason says so."""
+        self._refuse(self._path(name, kind))
+
+    def _refuse(self, path: Path) -> None:
         try:
             self._erase(path)
         except OSError as e:
-            said = f"{path} must not be read any more, and cannot be deleted ({e.strerror})"
-            self.stop(OSError(e.errno, f"{said}: delete it"))
+            with suppress(OSError):  # the folder takes nothing: no server starts with it, either
+                self._write_note(path)
+            more = len(self._refused) - 1
+            others = f" and {more} more, listed in {self.folder / _NOTES}," if more else ""
+            said = f"{path}{others} must not be read any more, and cannot be deleted ({e.strerror})"
+            self.stop(OSError(e.errno, f"{said}: delete {'them' if more else 'it'}"))
+
+    def _note(self, path: Path) -> Path:
+        return self.folder / _NOTES / f"{path.parent.name}{path.name}"
+
+    def _write_note(self, path: Path) -> None:
+        note = self._note(path)
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        for one, how in ((note, os.O_WRONLY | os.O_CREAT), (note.parent, os.O_RDONLY)):
+            descriptor = os.open(one, how | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _read_notes(self) -> list[Path]:
+        """What this server or another was to delete, and could not."""
+        try:
+            names = sorted(os.listdir(self.folder / _NOTES))
+        except FileNotFoundError:
+            return []
+        found = filter(None, map(_NOTED.fullmatch, names))
+        return [self.folder / one[1] / one[2] for one in found]
 
     def _erase(self, path: Path) -> None:
         """Raises OSError where it stays as it is."""
@@ -183,6 +229,8 @@ class DiskFolder:
                 if stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode):
                     how = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
                     os.close(os.open(path, how))
+        with suppress(OSError):
+            self._note(path).unlink()
         self._refused.discard(path)
 
     def _erased(self, path: Path) -> bool:

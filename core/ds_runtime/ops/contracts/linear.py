@@ -35,8 +35,7 @@ class Linear(Protocol):
     """y = x · Wᵀ for one weight [out, in] in `facts.weight_format`.
 
     * `pack(weight, facts)`: called once at load. It may release or convert the components, and owns
-      the tensors that it keeps. weight: of a format that the kernel names, in the form of
-      `WeightPart`.
+      the tensors that it keeps. weight: a `WeightPart` of a format that the kernel names.
     * `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim contiguous, rows may be strided.
 
     `apply` returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32. tokens == 0 is

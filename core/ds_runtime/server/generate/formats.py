@@ -201,14 +201,7 @@ def _message(choice: Choice) -> Json:
         out |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls:
         out["content"] = answer.content or None
-        out["tool_calls"] = [
-            {
-                "id": c.id,
-                "type": "function",
-                "function": {"name": c.name, "arguments": c.arguments},
-            }
-            for c in calls
-        ]
+        out["tool_calls"] = [c.as_json for c in calls]
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 class Reasoning(NamedTuple):
@@ -53,6 +53,12 @@ class ToolCall:
     name: str
     arguments: str = ""
     complete: bool = False
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """As OpenAI's clients and templates know it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(slots=True)

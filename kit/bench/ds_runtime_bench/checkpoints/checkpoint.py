@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime.assembly.assemble import find_loader
-from ds_runtime.checkpoint.tensors import INDEX
+from ds_runtime.checkpoint.tensors import INDEX, in_shards
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.hf import from_hf
 from ds_runtime.description.structure import draft_of, stored_modules
@@ -81,14 +81,13 @@ def make_checkpoint(
     experts = raw["n_routed_experts"], raw["num_experts_per_tok"]
     kept = _TORCH[raw["torch_dtype"]]
     pools = Pools(kept, dtype, seed, min(_POOL, 2 * largest), experts)
-    shards = _shards(plan, shard_bytes)
-    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    shards = in_shards(plan, shard_bytes)
     total = sum(p.nbytes for p in plan)
     with Progress(f"writing {shape}", total, enabled=progress) as bar:
-        for file, tensors in zip(files, shards, strict=True):
+        for file, tensors in shards.items():
             with (out / file).open("wb") as handle:
                 _write_shard(handle, tensors, pools, bar)
-    where = {p.name: file for file, shard in zip(files, shards, strict=True) for p in shard}
+    where = {p.name: file for file, shard in shards.items() for p in shard}
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (out / INDEX).write_text(json.dumps(index, indent=1))
     return out
@@ -199,19 +198,6 @@ class Pools:
         if kind == "norm":
             return normal.mul_(0.1).add_(1).to(self._dtype)
         return normal.mul_(1.0 if kind == "embedding" else _STD).to(self._dtype)
-
-
-def _shards(plan: Sequence[Planned], limit: int) -> list[list[Planned]]:
-    """Consecutive tensors in groups of at most `limit` bytes, a larger one alone."""
-    shards: list[list[Planned]] = [[]]
-    used = 0
-    for planned in plan:
-        if shards[-1] and used + planned.nbytes > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(planned)
-        used += planned.nbytes
-    return shards
 
 
 def _write_shard(file: BinaryIO, tensors: Sequence[Planned], pools: Pools, bar: Progress) -> None:

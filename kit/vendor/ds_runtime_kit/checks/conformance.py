@@ -96,11 +96,17 @@ def facts_for(
     kv_dtype: str = "",
 ) -> Facts:
     """Facts to run samples under, on this device in this compute dtype; both caches have
-    `kv_dtype`, by default the same. Only index keys are in FP4."""
+    `kv_dtype`, by default the same. Only index keys are in FP4. Threads are this process's."""
     kept = kv_dtype or dtype
     index = "float8_e4m3fn" if kept == FP8_GROUPS else kept
     kept = dtype if kept == FP4_KEYS else kept
-    return Facts(device, dims, dtype, kv_dtype=kept, page_size=page_size, index_dtype=index)
+    return Facts(
+        *(device, dims, dtype),
+        kv_dtype=kept,
+        page_size=page_size,
+        index_dtype=index,
+        threads=torch.get_num_threads(),
+    )
 
 
 def cases_for(kernels: Iterable[Kernel], facts: Facts) -> list[tuple[Kernel, Case]]:
