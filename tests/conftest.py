@@ -12,12 +12,16 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 pytest_plugins = ("matrix", "report")
 
 # `--hypothesis-profile=deep` tries ten times as many examples; see `examples`.
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+# `tools/mutate.py` asks whether a test turns red, and needs no smallest example of it.
+settings.register_profile(
+    "faults", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate)
+)
 # Each run of it tries others, also where hypothesis takes a machine for CI.
 settings.register_profile(
     "deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True

@@ -225,7 +225,9 @@ ENGINE: tuple[Fault, ...] = (
         "core/ds_runtime/engine/trees/drafting.py",
         "if any(map(given_up, self._runs)):",
         "if not self._runs:",
-        ("tests/plugins/test_cpu_graphs.py",),
+        (
+            "tests/plugins/test_cpu_graphs.py::test_a_tree_whose_levels_cannot_all_be_recorded_grows_op_by_op",
+        ),
     ),
     Fault(
         "drafts of another rank's sequences",

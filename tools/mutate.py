@@ -106,7 +106,7 @@ def run_here(folder: str, environment: Mapping[str, str], tests: Sequence[str], 
     early = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     plugins = [word for name in PYTEST_PLUGINS for word in ("-p", name)]
     # The same examples each time, and none that another fault has left.
-    told = ["-x", "-q", "--hypothesis-profile", "ci", "-p", "no:cacheprovider"]
+    told = ["-x", "-q", "--hypothesis-profile", "faults", "-p", "no:cacheprovider"]
     sys.exit(int(pytest.main([*told, *plugins, *early, *tests])))
 
 

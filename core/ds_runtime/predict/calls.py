@@ -6,7 +6,7 @@ the others: a fused op is called in place of those that it uses, where rows may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -123,7 +123,7 @@ def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
 def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
-    bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
+    bound = Bound(binding.choices)
     own = -(-step.rows // mesh.attn_dp)
     for site, kernel in binding.choices:
         if kernel is None or site.role == DRAFT:
@@ -132,7 +132,7 @@ def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
         if not count or not (rows := _rows(assembly, site, step, own)):
             continue
         shares = binding.shares.get((site.op, site.layer, site.module))
-        sizes = _sizes(assembly, site, step)
+        sizes = _sizes(assembly, site, step, bound)
         for method in _methods(site, step, bound):
             serves = serving(shares, kernel, method, rows)
             held = "dense"
@@ -156,8 +156,24 @@ def _branch(site: Site) -> Branch:
     return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
 
-Bound = dict[tuple[int, str, str], Kernel]
-"""The kernels of a binding, by layer, module and op."""
+class Bound:
+    """Which ops of a binding's places have a kernel, and how wide their weights are.
+
+    A model has thousands of places, and each asks about others.
+    """
+
+    def __init__(self, choices: Iterable[tuple[Site, Kernel | None]]) -> None:
+        self.width: dict[tuple[int, str], int] = {}  # input columns by (layer, module)
+        self._ops: dict[tuple[int, str], set[str]] = {}
+        for site, kernel in choices:
+            if len(site.shape) > 1:
+                self.width[site.layer, site.module] = site.shape[1]
+            if kernel is not None:
+                self._ops.setdefault((site.layer, site.module), set()).add(site.op)
+
+    def at(self, layer: int, module: str) -> set[str]:
+        """The ops of one place that have a kernel."""
+        return self._ops.get((layer, module), set())
 
 
 def _count(site: Site, step: Step, bound: Bound) -> int:
@@ -166,18 +182,18 @@ def _count(site: Site, step: Step, bound: Bound) -> int:
         return 0
     if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
         return 0
-    here = {op for layer, module, op in bound if (layer, module) == (site.layer, site.module)}
+    here = bound.at(site.layer, site.module)
     if site.module == "block":
         return _norms(here, site.layer).count(site.op)
     if (site.module, site.op) == (ATTENTION, "rms_norm"):  # of queries; that of latents is fused
-        up = (site.layer, f"{ATTENTION}.{Q_B}", "linear")
-        return int(up in bound and "rms_norm_quantize" not in here)
+        up = bound.at(site.layer, f"{ATTENTION}.{Q_B}")
+        return int("linear" in up and "rms_norm_quantize" not in here)
     return int(not any(site.op in OPS[other].uses for other in here - _IN_PREFIX))
 
 
 def _in_one(layer: int, step: Step, bound: Bound) -> bool:
     """Whether a fused kernel makes all inputs of a layer's attention."""
-    return step.phase == "decode" and (layer, f"{ATTENTION}.inputs", "mla_inputs") in bound
+    return step.phase == "decode" and "mla_inputs" in bound.at(layer, f"{ATTENTION}.inputs")
 
 
 def _norms(here: set[str], layer: int) -> tuple[str, str]:
@@ -206,7 +222,7 @@ def _fed(site: Site, bound: Bound) -> bool:
     if last not in _FED:
         return False
     where, op = _FED[last]
-    return (site.layer, where or module, op) in bound
+    return op in bound.at(site.layer, where or module)
 
 
 def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
@@ -222,15 +238,13 @@ def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
     return every if site.module == EMBEDDING else own
 
 
-def _sizes(assembly: Assembly, site: Site, step: Step) -> Sizes:
+def _sizes(assembly: Assembly, site: Site, step: Step, bound: Bound) -> Sizes:
     model, base = assembly.model, assembly.binding.base
     cost = OPS[site.op].cost
     width = 0
     if cost is not None and cost.by_width:
         width = model.q_lora or model.kv_lora if site.module == ATTENTION else model.hidden
-        for other, _ in assembly.binding.choices:
-            if (other.layer, other.module) == (site.layer, f"{site.module}.{DOWN}"):
-                width = other.shape[1]
+        width = bound.width.get((site.layer, f"{site.module}.{DOWN}"), width)
     return Sizes(
         facts=site_facts(base, site, assembly.binding.entries),
         width=width,

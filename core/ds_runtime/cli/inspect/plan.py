@@ -115,8 +115,10 @@ def run(args: Namespace) -> int:
     shows = args.action == "show" and args.explain is None
     name = assembly.device.name
     if shows and (costs := costs_of(assembly.plugins, name, args.costs)) is not None:
-        predicted = step.said(assembly, costs, cached)
-        whole["predicted"] = step.as_json(assembly, costs, cached)
+        if args.json:
+            whole["predicted"] = step.as_json(assembly, costs, cached)
+        else:
+            predicted = step.said(assembly, costs, cached)
     held += predicted + crossing
     text = json.dumps(whole, indent=1)
     if args.device is not None and args.action == "lock":

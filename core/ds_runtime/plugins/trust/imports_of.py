@@ -7,13 +7,14 @@ is imported by a string such as a kernel's "module:attribute". Nothing is import
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec
-from importlib.metadata import Distribution, distributions, packages_distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -53,7 +54,7 @@ def stray(
     names = {point.module for point in dist.entry_points}
     for source in sources:
         names |= set(imported(source))
-    owners: Mapping[str, list[str]] | None = None
+    listed: list[Listed] = []
     seen = set[str]()
     for name in sorted(names):
         found = first_file(name, specs)
@@ -64,15 +65,13 @@ def stray(
         origin = Path(place).resolve()
         if module == _OURS or _is_standard(module, origin):
             continue
-        if owners is None:
-            owners = packages_distributions()
-        by = {dist.name, *owners.get(module.partition(".")[0], ())}
-        # Those whose name it is come first: reading every list of files takes long.
-        likely = sorted(distributions(), key=lambda one: one.name not in by)
         if not Path(place).is_absolute():  # a loader's name: nobody has that as a file
             return module, place
-        if not any(_has(one, origin) for one in likely) and not any(
-            _is_editable_in(one, origin) for one in likely
+        listed = listed or [Listed(one) for one in distributions()]
+        # Those whose lists have its last two names come first: resolving all paths takes long.
+        likely = sorted(listed, key=lambda one: not one.may_have(origin))
+        if not any(one.has(origin) for one in likely) and not any(
+            _is_editable_in(one.dist, origin) for one in listed
         ):
             return module, place
     return None
@@ -109,11 +108,30 @@ def _is_standard(module: str, origin: Path) -> bool:
     return False
 
 
-def _has(dist: Distribution, origin: Path) -> bool:
-    return any(
-        f.name == origin.name and Path(str(f.locate())).resolve() == origin
-        for f in dist.files or ()
-    )
+class Listed:
+    """The files of a distribution. Those of a RECORD are read without a path object for each."""
+
+    def __init__(self, dist: Distribution) -> None:
+        self.dist = dist
+        record = dist.read_text("RECORD")
+        if not record:  # an older kind of installation
+            names = [str(file) for file in dist.files or ()]
+        else:
+            names = [row[0] for row in csv.reader(record.splitlines()) if row]
+        self._places: dict[str, list[str]] = {}  # by the file's name
+        for name in names:
+            self._places.setdefault(name.rpartition("/")[2], []).append(name)
+
+    def may_have(self, origin: Path) -> bool:
+        """Whether a path ends with the last two names of this one."""
+        end = "/".join(origin.parts[-2:])
+        return any(f"/{name}".endswith(f"/{end}") for name in self._places.get(origin.name, ()))
+
+    def has(self, origin: Path) -> bool:
+        """Whether one of its files is `origin`."""
+        every = self._places.get(origin.name, ())
+        likely = sorted(every, key=lambda name: not name.endswith("/".join(origin.parts[-2:])))
+        return any(Path(str(self.dist.locate_file(name))).resolve() == origin for name in likely)
 
 
 def _is_editable_in(dist: Distribution, origin: Path) -> bool:
