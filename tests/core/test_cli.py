@@ -23,6 +23,7 @@ from ds_runtime.cli.inspect.doctor import next_command
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run.generate import sampling_params
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
+from ds_runtime.config.spelling import engines
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.probe import install_command
@@ -237,6 +238,24 @@ def every_parser() -> list[argparse.ArgumentParser]:
             if isinstance(action, argparse._SubParsersAction):
                 found += action.choices.values()
     return found
+
+
+def test_a_value_of_two_dashes_is_a_value_or_an_error_of_its_flag() -> None:
+    """Python 3.11's argparse drops it, and the field then holds an empty list."""
+    parser, _ = build_parser()
+    (serve,) = (one for one in engines(parser) if one.prog.endswith(" serve"))
+    taken = 0
+    for flag, action in serve._option_string_actions.items():
+        if not flag.startswith("--") or action.nargs == 0:
+            continue
+        try:
+            found = vars(serve.parse_args([f"{flag}=--"]))
+        except (SystemExit, ConfigError):
+            continue
+        taken += 1
+        value = found.get(action.dest, "--")
+        assert "--" in (value if isinstance(value, list | tuple) else [value]), flag
+    assert taken > 40
 
 
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)

@@ -225,6 +225,7 @@ def test_how_many_parts_of_the_experts(flag, tmp_path):
 
 
 @given(at=st.text(alphabet="ab1:[]. \t/@%\u0663-", max_size=12))
+@example(at="--")
 @example(at="a..b:5000")
 @example(at=".a:5000")
 @example(at="a.:5000")

@@ -43,6 +43,14 @@ class Parser(argparse.ArgumentParser):
         hint = near(str(value), map(str, action.choices))
         raise argparse.ArgumentError(action, f"{value!r} is not one of {known}{hint}")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse, but `--flag=--` has the value `--`: Python 3.11 drops it, and some later."""
+        if not action.option_strings or arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value if action.nargs is None else [value]
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
