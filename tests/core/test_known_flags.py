@@ -51,6 +51,8 @@ def parsed(*args):
         ("--graph-sizes 1 --graph-sizes 3", "graph_sizes", (1, 3)),
         ("--plugins cpu cuda", "plugins", ("cpu", "cuda")),
         ("--chunked-prefill-size -1", "chunked_prefill_size", 1 << 30),
+        ("--no-enable-chunked-prefill", "chunked_prefill_size", 1 << 30),
+        ("--moe-backend x", "moe_runner_backend", "x"),
         ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8"),
         ("--dtype half", "dtype", "float16"),
         ("--load-format safetensors", "load_format", "auto"),
@@ -102,6 +104,7 @@ def test_what_a_flag_sets(args, name, value):
         ("--tool-call-parser deepseek_v4", "tool_call_parser", "deepseekv4"),
         ("--reasoning-parser deepseek_v3", "reasoning_parser", "deepseek-v3"),
         ("--disable-log-requests", "access_log", False),
+        ("--disable-uvicorn-access-log", "access_log", False),
     ],
 )
 def test_what_a_flag_of_the_server_sets(args, name, value):
@@ -214,6 +217,8 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
         ),
         ("--speculative-accept-threshold-acc 0.9", "drafts change no token: leave it out"),
         ("--fp8-gemm-backend triton", "is --pin linear=KERNEL here"),
+        ("--linear-backend marlin", "is --pin linear=KERNEL here"),
+        ("--dp 4 --data-parallel-hybrid-lb", "replicas run on one machine: start a server on each"),
         ("--radix-eviction-policy lfu", "no other order is built yet: leave it out"),
         ("--revision main", "is for hf download: --model takes the folder"),
         ("--gpu-memory-utilization 1.5", "--memory-utilization 1.5: must be above 0"),
@@ -372,7 +377,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, name, tmp_path):
     one = "2" if "1" in KNOWN[flag].values else "1"
     meant = {"none": "true", "one": one, "many": "[a=/a]"}[KNOWN[flag].takes]
     own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2", "policy": "fifo"}
-    own["dp"] = "4"
+    own |= {"dp": "4", "chunked_prefill_size": "9"}
     own = own.get(name) or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):

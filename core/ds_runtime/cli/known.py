@@ -34,6 +34,8 @@ _GATHERED = "rows of all ranks are gathered: no other way is built yet"
 _MATMULS = "is --pin linear=KERNEL here, or --pin linear@SITE=KERNEL"
 _DRAWS = "the model's own draws judge drafts, so that drafts change no token: leave it out"
 _LINES = "--log-level is for all lines"
+_USAGE = "a request asks for it: stream_options.include_usage"
+_PARTS = "--chunked-prefill-size and --max-step-tokens bound what a step takes of prompts"
 _EXPERTS = "copies of all experts are not built yet: --ep divides them by number"
 _GROUPS = Spelling(
     "is --dp N --enable-dp-attention here",
@@ -79,6 +81,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--model-path": "model",
     "--max-model-len": "context_length",
     "--trust-remote-code": nothing("not needed: no remote code is run"),
+    "--code-revision": nothing("not needed: no remote code is run", "one"),
     "--tokenizer-mode": nothing("not needed: the model's own encoding is known", "one"),
     "--quantization": nothing(f"not needed: {_STORED}; --quantize rounds while loading", "one"),
     "--lora-paths": Spelling("is --lora here", {"lora": GIVEN}, takes="many"),
@@ -89,6 +92,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--tokenizer": refused(_OWN_FILES, "one"),
     "--tokenizer-path": refused(_OWN_FILES, "one"),
     "--revision": refused("is for hf download: --model takes the folder that it prints", "one"),
+    "--tokenizer-revision": refused(_OWN_FILES, "one"),
     "--download-dir": refused("is the variable HF_HUB_CACHE here", "one"),
     "--hf-overrides": refused("is a change of the checkpoint's config.json here", "one"),
     "--json-model-override-args": refused("is a change of the checkpoint's config.json", "one"),
@@ -99,6 +103,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--preferred-sampling-params": refused("is a change of generation_config.json here", "one"),
     "--model-impl": nothing("the model's code is the runtime's own", "one"),
     "--quantization-param-path": nothing(f"not needed: {_STORED}", "one"),
+    "--calculate-kv-scales": nothing(
+        "not needed: rows of an FP8 cache need no scales of the model"
+    ),
     "--max-cpu-loras": nothing("--max-loras says how many adapters are held", "one"),
     "--max-loaded-loras": nothing("--max-loras says how many adapters are held", "one"),
     "--limit-mm-per-prompt": nothing(_TEXT, "one"),
@@ -131,6 +138,8 @@ KNOWN: Mapping[str, str | Spelling] = {
         "is --expert-metrics here", {"expert_metrics": "true"}
     ),
     "--eplb-config": nothing(_BALANCE, "one"),
+    "--num-redundant-experts": nothing(_BALANCE, "one"),
+    "--expert-placement-strategy": nothing(_BALANCE, "one"),
     "--eplb-algorithm": nothing(_BALANCE, "one"),
     "--ep-num-redundant-experts": nothing(_BALANCE, "one"),
     "--ep-dispatch-algorithm": nothing(_BALANCE, "one"),
@@ -160,7 +169,13 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--data-parallel-size-local": refused(_HOST, "one"),
     "--data-parallel-address": refused(_HOST, "one"),
     "--data-parallel-rpc-port": refused(_HOST, "one"),
+    "--data-parallel-rank": refused(_HOST, "one"),
+    "--data-parallel-start-rank": refused(_HOST, "one"),
+    "--data-parallel-hybrid-lb": refused(_HOST),
+    "--data-parallel-external-lb": refused(_HOST),
     "--enable-dbo": nothing(_HALVES),
+    "--dbo-decode-token-threshold": nothing(_HALVES, "one"),
+    "--dbo-prefill-token-threshold": nothing(_HALVES, "one"),
     "--enable-two-batch-overlap": nothing(_HALVES),
     "--enable-single-batch-overlap": nothing(_HALVES),
     "--tbo-token-distribution-threshold": nothing(_HALVES, "one"),
@@ -219,6 +234,12 @@ KNOWN: Mapping[str, str | Spelling] = {
         takes="one",
     ),
     "--enable-chunked-prefill": nothing(_ALWAYS),
+    "--no-enable-chunked-prefill": Spelling(
+        "is --chunked-prefill-size -1 here", {"chunked_prefill_size": "-1"}
+    ),
+    "--max-num-partial-prefills": nothing(_PARTS, "one"),
+    "--max-long-partial-prefills": nothing(_PARTS, "one"),
+    "--long-prefill-token-threshold": nothing(_PARTS, "one"),
     "--enable-mixed-chunk": nothing(_ALWAYS),
     "--schedule-policy": _ORDER,
     "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
@@ -262,12 +283,15 @@ KNOWN: Mapping[str, str | Spelling] = {
         "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
     "--enable-deterministic-inference": "batch_invariant",
+    "--attention-config": refused("is --attention-backend PROVIDER here", "one"),
     "--dsa-prefill-backend": "nsa_prefill_backend",
     "--dsa-decode-backend": "nsa_decode_backend",
     "--dsa-topk-backend": "nsa_topk_backend",
     "--fp8-gemm-backend": _best(_MATMULS),
     "--fp4-gemm-backend": _best(_MATMULS),
     "--bf16-gemm-backend": _best(_MATMULS),
+    "--linear-backend": _best(_MATMULS),
+    "--moe-backend": "moe_runner_backend",
     "--prefill-attention-backend": refused("is --pin mha_prefill=KERNEL here", "one"),
     "--decode-attention-backend": refused("is --pin mla_decode=KERNEL here", "one"),
     "--lora-backend": nothing("--pin lora_delta=KERNEL chooses it", "one"),
@@ -286,10 +310,14 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--allowed-origins": refused("is --cors-origins A,B here", "one"),
     "--otlp-traces-endpoint": "otlp_endpoint",
     "--enable-prompt-tokens-details": nothing("not needed: usage always says it"),
+    "--enable-force-include-usage": nothing(_USAGE),
+    "--stream-response-default-include-usage": nothing(_USAGE),
     "--enable-metrics": nothing("not needed: /metrics is always there"),
     "--enable-cache-report": nothing("not needed: usage always says it"),
     "--disable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
     "--no-enable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--disable-uvicorn-access-log": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--disable-log-stats": nothing("/metrics is always there"),
     "--enable-log-requests": nothing("a line per request is logged, without its text"),
     "--log-requests": nothing("a line per request is logged, without its text"),
     "--log-requests-level": nothing("a line per request is logged, without its text", "one"),
