@@ -52,7 +52,6 @@ NAMES: Names = {
             SPARSE, nothing("attends chosen tokens, as the model's indexer says already")
         ),
     },
-    "nsa_topk_backend": {"torch": "reference"},
     "moe_runner_backend": {"torch_native": "reference"},
 }
 
