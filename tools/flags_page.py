@@ -38,9 +38,10 @@ def known_flags(note: str) -> str:
 
 
 FLAGS_HEAD = """\
-Flags are named as in SGLang; vLLM's names for the same are accepted, too. Underscores may stand for
-hyphens, and lists take commas or spaces. Some names mean something else here, or nothing: the start
-says so in a line. A name of something that is not here ends the start with a sentence.
+Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
+hyphens, and lists take commas or spaces. For a name that means something else here, or nothing, the
+start prints a line. A name marked *refused* ends the start with its sentence. A name that is neither here
+nor in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
 
 """
 
@@ -51,7 +52,7 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
         if isinstance(meant, str):
             rows.append(f"| `{flag}` | `{_flag(meant)}` |\n")
         elif meant.says:
-            rows.append(f"| `{flag}` | {'refused: ' * meant.refused}{meant.says} |\n")
+            rows.append(f"| `{flag}` | {'*refused*: ' * meant.refused}{meant.says} |\n")
         for value, own in {} if isinstance(meant, str) else meant.values.items():
             rows.append(f"| `{flag} {value}` | {own.says or 'accepted'} |\n")
     return "".join(rows)
