@@ -40,8 +40,8 @@ def known_flags(note: str) -> str:
 FLAGS_HEAD = """\
 Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
 hyphens, and lists take commas or spaces. For a name that means something else here, or nothing, the
-start prints a line. A name marked *refused* ends the start with its sentence. A name that is neither here
-nor in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
+start prints a line. A name marked *refused* ends the start with its sentence. A name that is neither
+here nor in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
 
 """
 
