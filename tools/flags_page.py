@@ -40,8 +40,8 @@ def known_flags(note: str) -> str:
 FLAGS_HEAD = """\
 Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
 hyphens, and lists take commas or spaces. For a name that means something else here, or nothing, the
-start prints a line. A name marked *refused* ends the start with its sentence. A name that is neither
-here nor in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
+start prints a line. A name marked "refused" ends the start with its sentence. A name that is not
+here and not in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
 
 """
 
@@ -52,7 +52,7 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
         if isinstance(meant, str):
             rows.append(f"| `{flag}` | `{_flag(meant)}` |\n")
         elif meant.says:
-            rows.append(f"| `{flag}` | {'*refused*: ' * meant.refused}{meant.says} |\n")
+            rows.append(f"| `{flag}` | {'refused: ' * meant.refused}{meant.says} |\n")
         for value, own in {} if isinstance(meant, str) else meant.values.items():
             rows.append(f"| `{flag} {value}` | {own.says or 'accepted'} |\n")
     return "".join(rows)
