@@ -38,9 +38,10 @@ def known_flags(note: str) -> str:
 
 
 FLAGS_HEAD = """\
-Flags are named as in SGLang; vLLM's names for the same are accepted, too. Underscores may stand for
-hyphens, and lists take commas or spaces. Some names mean something else here, or nothing: the start
-says so in a line. A name of something that is not here ends the start with a sentence.
+Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
+hyphens, and lists take commas or spaces. For a name that means something else here, or nothing, the
+start prints a line. A name marked "refused" ends the start with its sentence. A name that is not
+here and not in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
 
 """
 

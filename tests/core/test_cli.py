@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ds_runtime.cli.inspect.doctor import next_command
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run.generate import sampling_params
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
+from ds_runtime.config.spelling import engines
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.probe import install_command
@@ -237,6 +239,49 @@ def every_parser() -> list[argparse.ArgumentParser]:
             if isinstance(action, argparse._SubParsersAction):
                 found += action.choices.values()
     return found
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_help_says_what_a_flag_is_and_not_its_default_alone(
+    parser: argparse.ArgumentParser,
+) -> None:
+    flags = [a for a in parser._actions if not isinstance(a, argparse._SubParsersAction)]
+    assert flags
+    for action in flags:
+        assert action.help is not None and not action.help.startswith("("), action
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_an_unknown_flag_is_named_before_its_value(
+    parser: argparse.ArgumentParser, capsys: Capture
+) -> None:
+    """Of every verb, also where the value could be the verb below it or its model."""
+    for flag in ("-tp", "--no-such-flag", "--model.x"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, "8"])
+        err = capsys.readouterr().err
+        assert f"unknown flag {flag}" in err or re.search(
+            r" (is missing: |are missing$)", err, re.M
+        )
+        assert "not one of" not in err and "following arguments" not in err, err
+
+
+def test_a_value_of_two_dashes_is_a_value_or_an_error_of_its_flag() -> None:
+    """Python 3.11's argparse drops it, and the field then holds an empty list."""
+    parser, _ = build_parser()
+    (serve,) = (one for one in engines(parser) if one.prog.endswith(" serve"))
+    taken = 0
+    for flag, action in serve._option_string_actions.items():
+        if not flag.startswith("--") or action.nargs == 0:
+            continue
+        try:
+            found = vars(serve.parse_args([f"{flag}=--"]))
+        except (SystemExit, ConfigError):
+            continue
+        taken += 1
+        value = found.get(action.dest, "--")
+        assert "--" in (value if isinstance(value, list | tuple) else [value]), flag
+    assert taken > 40
 
 
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)

@@ -51,6 +51,8 @@ def parsed(*args):
         ("--graph-sizes 1 --graph-sizes 3", "graph_sizes", (1, 3)),
         ("--plugins cpu cuda", "plugins", ("cpu", "cuda")),
         ("--chunked-prefill-size -1", "chunked_prefill_size", 1 << 30),
+        ("--no-enable-chunked-prefill", "chunked_prefill_size", 1 << 30),
+        ("--moe-backend x", "moe_runner_backend", "x"),
         ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8"),
         ("--dtype half", "dtype", "float16"),
         ("--load-format safetensors", "load_format", "auto"),
@@ -74,6 +76,12 @@ def parsed(*args):
         ("--tp 8 --dp 2 --enable-dp-attention", "attn_dp", 2),
         ("--tp 8 --dp 1 --enable-dp-attention", "attn_dp", 1),
         ("--tp 8 --enable-dp-attention", "attn_dp", 8),
+        ("--tp 8 --attn-dp-size 4", "attn_dp", 4),
+        ("--tp 8 --attn-dp-size 4 --dp 4", "attn_dp", 4),
+        ("--tp 8 --attention-data-parallel-size=8", "enable_dp_attention", True),
+        ("--tp 8 --attn-dp-size 1", "enable_dp_attention", False),
+        ("--dsa-prefill-backend x", "nsa_prefill_backend", "x"),
+        ("--dsa-topk-backend x", "nsa_topk_backend", "x"),
         ("--tp 8 --enable-dp-attention --enable-dp-lm-head", "attn_dp", 8),
         ("--data-parallel-size 8 --enable-expert-parallel", "tp", 8),
         ("--data-parallel-size 8 --enable-expert-parallel", "attn_dp", 8),
@@ -96,6 +104,7 @@ def test_what_a_flag_sets(args, name, value):
         ("--tool-call-parser deepseek_v4", "tool_call_parser", "deepseekv4"),
         ("--reasoning-parser deepseek_v3", "reasoning_parser", "deepseek-v3"),
         ("--disable-log-requests", "access_log", False),
+        ("--disable-uvicorn-access-log", "access_log", False),
     ],
 )
 def test_what_a_flag_of_the_server_sets(args, name, value):
@@ -159,6 +168,8 @@ def test_several_machines_and_torchrun(tmp_path):
 def test_every_spelling_says_so_or_ends_the_start(flag):
     meant = KNOWN[flag]
     words = [] if meant.takes == "none" else ["1" if "memory" in flag or "max" in flag else "x=/x"]
+    if "enable_dp_attention" in meant.sets:
+        words = ["2", "--tp", "2"]
     if meant.refused:
         with pytest.raises(ConfigError, match=flag):
             parsed(flag, *words)
@@ -196,6 +207,19 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
         ("--speculative-config {}", "is --speculative-algorithm NEXTN --speculative-num-steps N"),
         ("--kv-transfer-config {}", "are not built yet: leave it out"),
         ("--decode-context-parallel-size 2", "are not built yet: leave it out"),
+        (
+            "--tp 8 --dp 2 --attn-dp-size 4",
+            "--attn-dp-size 4: --dp 2 says another number of groups",
+        ),
+        (
+            "--tp 8 --attn-dp-size 4 --dp 2",
+            "--attn-dp-size 4: --dp 2 says another number of groups",
+        ),
+        ("--speculative-accept-threshold-acc 0.9", "drafts change no token: leave it out"),
+        ("--fp8-gemm-backend triton", "is --pin linear=KERNEL here"),
+        ("--linear-backend marlin", "is --pin linear=KERNEL here"),
+        ("--dp 4 --data-parallel-hybrid-lb", "replicas run on one machine: start a server on each"),
+        ("--radix-eviction-policy lfu", "no other order is built yet: leave it out"),
         ("--revision main", "is for hf download: --model takes the folder"),
         ("--gpu-memory-utilization 1.5", "--memory-utilization 1.5: must be above 0"),
         ("--gpu-memory-utilization 0.5 --kv-memory 1GB", "leave it out, or --kv-memory"),
@@ -225,6 +249,7 @@ def test_how_many_parts_of_the_experts(flag, tmp_path):
 
 
 @given(at=st.text(alphabet="ab1:[]. \t/@%\u0663-", max_size=12))
+@example(at="--")
 @example(at="a..b:5000")
 @example(at=".a:5000")
 @example(at="a.:5000")
@@ -344,12 +369,15 @@ def test_a_bad_value_in_a_file_names_its_line(flag, tmp_path):
             read(str(file), serve_parser())
 
 
-@pytest.mark.parametrize("flag", [f for f, m in KNOWN.items() if getattr(m, "sets", None)])
-def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
+@pytest.mark.parametrize(
+    ("flag", "name"), [(f, name) for f, m in KNOWN.items() for name in getattr(m, "sets", ())]
+)
+def test_what_a_file_sets_under_two_names_is_an_error(flag, name, tmp_path):
     file = tmp_path / "c.yaml"
-    ((name, _),) = KNOWN[flag].sets.items()
-    meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
+    one = "2" if "1" in KNOWN[flag].values else "1"
+    meant = {"none": "true", "one": one, "many": "[a=/a]"}[KNOWN[flag].takes]
     own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2", "policy": "fifo"}
+    own |= {"dp": "4", "chunked_prefill_size": "9"}
     own = own.get(name) or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):

@@ -132,6 +132,34 @@ def test_the_workflow_runs_what_a_change_must_pass() -> None:
     version = next(s["with"] for s in job["steps"] if "python" in s.get("uses", ""))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={version['python-version']}"
+    (limit,) = re.findall(r'^    ""\) limit=(\d+)', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert job["timeout-minutes"] * 60 > int(limit), "it would end before .ci/run says what hangs"
+
+
+def workflows() -> list[Path]:
+    """Those of this repository, and of the packages that `new-plugin` writes."""
+    written = ROOT / "kit/vendor/ds_runtime_kit/templates"
+    return [*ROOT.glob(".github/workflows/*"), *written.glob("*/.github/workflows/*")]
+
+
+@pytest.mark.parametrize("path", workflows(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_actions_are_pinned_to_a_commit_that_says_its_version(path: Path) -> None:
+    used = re.findall(r"uses: *(.*)", path.read_text())
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action
+
+
+def test_the_extra_of_contributors_brings_what_recipes_and_hooks_call() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.split(r"[<>=;\[]", one)[0] for one in project["optional-dependencies"]["dev"]}
+    packages = {"lint-imports": "import-linter", "mkdocs": "mkdocs-material"}
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    called = [c for commands in recipes().values() for c in commands]
+    called += [hook["entry"] for hook in hooks] + ["just", "pre-commit"]
+    tools = {c.split()[0] for c in called} - {"pip", "python", ".ci/run"}
+    assert len(tools) >= 6
+    assert {packages.get(tool, tool.replace("just", "rust-just")) for tool in tools} <= extra
 
 
 def test_the_templates_are_forms() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ds_runtime.cli.config_file import given
 from ds_runtime.common.address import is_loopback
 from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
+from ds_runtime.errors import ConfigError
 
 _BALANCE = "copies of experts that many tokens choose are not built yet: every expert is held once"
 _EVERY_PART = Spelling(
@@ -28,6 +29,21 @@ _TEXT = "models here read and write text alone"
 _GRAMMARS = "one serves all kinds of grammars"
 _SEQUENCE = "ranks that divide one sequence are not built yet: leave it out"
 _HOST = "replicas run on one machine: start a server on each, and a router in front"
+_HALVES = "two halves of a step at the same time are not built yet"
+_GATHERED = "rows of all ranks are gathered: no other way is built yet"
+_MATMULS = "is --pin linear=KERNEL here, or --pin linear@SITE=KERNEL"
+_DRAWS = "the model's own draws judge drafts, so that drafts change no token: leave it out"
+_LINES = "--log-level is for all lines"
+_USAGE = "a request asks for it: stream_options.include_usage"
+_PARTS = "--chunked-prefill-size and --max-step-tokens bound what a step takes of prompts"
+_EXPERTS = "copies of all experts are not built yet: --ep divides them by number"
+_GROUPS = Spelling(
+    "is --dp N --enable-dp-attention here",
+    {"dp": GIVEN, "enable_dp_attention": "True"},
+    takes="one",
+    values={"1": Spelling(takes="one")},
+    weak=True,
+)
 _ORDER = Spelling(
     "requests come in order of their arrival; --policy priority takes the important first",
     takes="one",
@@ -48,11 +64,24 @@ def _one(says: str) -> Spelling:
     return Spelling(says, refused=True, takes="one", values={"1": Spelling(takes="one")})
 
 
+def _exact() -> Spelling:
+    """A threshold for drafts, which is 1 where they change no token."""
+    said = Spelling(_DRAWS, takes="one")
+    accepted = Spelling(takes="one")
+    return replace(said, refused=True, values={"1": accepted, "1.0": accepted})
+
+
+def _best(says: str) -> Spelling:
+    """A provider for an op that has no flag of its own: `auto` is the best, as always."""
+    return Spelling(says, refused=True, takes="one", values={"auto": Spelling(takes="one")})
+
+
 KNOWN: Mapping[str, str | Spelling] = {
     # the model
     "--model-path": "model",
     "--max-model-len": "context_length",
     "--trust-remote-code": nothing("not needed: no remote code is run"),
+    "--code-revision": nothing("not needed: no remote code is run", "one"),
     "--tokenizer-mode": nothing("not needed: the model's own encoding is known", "one"),
     "--quantization": nothing(f"not needed: {_STORED}; --quantize rounds while loading", "one"),
     "--lora-paths": Spelling("is --lora here", {"lora": GIVEN}, takes="many"),
@@ -63,6 +92,7 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--tokenizer": refused(_OWN_FILES, "one"),
     "--tokenizer-path": refused(_OWN_FILES, "one"),
     "--revision": refused("is for hf download: --model takes the folder that it prints", "one"),
+    "--tokenizer-revision": refused(_OWN_FILES, "one"),
     "--download-dir": refused("is the variable HF_HUB_CACHE here", "one"),
     "--hf-overrides": refused("is a change of the checkpoint's config.json here", "one"),
     "--json-model-override-args": refused("is a change of the checkpoint's config.json", "one"),
@@ -73,6 +103,9 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--preferred-sampling-params": refused("is a change of generation_config.json here", "one"),
     "--model-impl": nothing("the model's code is the runtime's own", "one"),
     "--quantization-param-path": nothing(f"not needed: {_STORED}", "one"),
+    "--calculate-kv-scales": nothing(
+        "not needed: rows of an FP8 cache need no scales of the model"
+    ),
     "--max-cpu-loras": nothing("--max-loras says how many adapters are held", "one"),
     "--max-loaded-loras": nothing("--max-loras says how many adapters are held", "one"),
     "--limit-mm-per-prompt": nothing(_TEXT, "one"),
@@ -86,6 +119,10 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--tensor-parallel-size": "tp",
     "--dp-size": "dp",
     "--data-parallel-size": "dp",
+    "--attn-dp-size": _GROUPS,
+    "--attention-data-parallel-size": _GROUPS,
+    "--moe-dp-size": _one(_EXPERTS),
+    "--moe-data-parallel-size": _one(_EXPERTS),
     "--device": "platform",
     "--pp-size": _one(_STAGES),
     "--pipeline-parallel-size": _one(_STAGES),
@@ -101,25 +138,30 @@ KNOWN: Mapping[str, str | Spelling] = {
         "is --expert-metrics here", {"expert_metrics": "true"}
     ),
     "--eplb-config": nothing(_BALANCE, "one"),
+    "--num-redundant-experts": nothing(_BALANCE, "one"),
+    "--expert-placement-strategy": nothing(_BALANCE, "one"),
     "--eplb-algorithm": nothing(_BALANCE, "one"),
     "--ep-num-redundant-experts": nothing(_BALANCE, "one"),
     "--ep-dispatch-algorithm": nothing(_BALANCE, "one"),
     "--init-expert-location": nothing(_BALANCE, "one"),
-    "--all2all-backend": nothing(
-        "rows of all ranks are gathered: no other way is built yet", "one"
-    ),
-    "--moe-a2a-backend": nothing(
-        "rows of all ranks are gathered: no other way is built yet", "one"
-    ),
+    "--eplb-rebalance-num-iterations": nothing(_BALANCE, "one"),
+    "--expert-distribution-recorder-mode": nothing("--expert-metrics counts tokens", "one"),
+    "--all2all-backend": nothing(_GATHERED, "one"),
+    "--moe-a2a-backend": nothing(_GATHERED, "one"),
+    "--speculative-moe-a2a-backend": nothing(_GATHERED, "one"),
     "--moe-dense-tp-size": nothing("is the number of --tp here", "one"),
     "--enable-dp-lm-head": nothing("the head is divided among the ranks by the vocabulary"),
     "--enable-nsa-prefill-context-parallel": nothing(_CONTEXTS),
     "--nsa-prefill-cp-mode": nothing(_CONTEXTS, "one"),
+    "--enable-prefill-cp": nothing(_CONTEXTS),
+    "--cp-strategy": nothing(_CONTEXTS, "one"),
     "--enable-torch-symm-mem": nothing(_SUMS),
     "--enable-symm-mem": nothing(_SUMS),
     "--enable-mscclpp": nothing(_SUMS),
     "--cp-size": _one(_SEQUENCE),
     "--attn-cp-size": _one(_SEQUENCE),
+    "--attention-context-parallel-size": _one(_SEQUENCE),
+    "--dcp-size": _one(_SEQUENCE),
     "--decode-context-parallel-size": _one(_SEQUENCE),
     "--prefill-context-parallel-size": _one(_SEQUENCE),
     "--distributed-executor-backend": nothing("ranks are processes of the server", "one"),
@@ -127,10 +169,16 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--data-parallel-size-local": refused(_HOST, "one"),
     "--data-parallel-address": refused(_HOST, "one"),
     "--data-parallel-rpc-port": refused(_HOST, "one"),
-    "--enable-dbo": nothing("two halves of a step at the same time are not built yet"),
-    "--enable-two-batch-overlap": nothing(
-        "two halves of a step at the same time are not built yet"
-    ),
+    "--data-parallel-rank": refused(_HOST, "one"),
+    "--data-parallel-start-rank": refused(_HOST, "one"),
+    "--data-parallel-hybrid-lb": refused(_HOST),
+    "--data-parallel-external-lb": refused(_HOST),
+    "--enable-dbo": nothing(_HALVES),
+    "--dbo-decode-token-threshold": nothing(_HALVES, "one"),
+    "--dbo-prefill-token-threshold": nothing(_HALVES, "one"),
+    "--enable-two-batch-overlap": nothing(_HALVES),
+    "--enable-single-batch-overlap": nothing(_HALVES),
+    "--tbo-token-distribution-threshold": nothing(_HALVES, "one"),
     "--disaggregation-mode": Spelling(
         _APART, refused=True, takes="one", values={"null": Spelling(takes="one")}
     ),
@@ -149,6 +197,12 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--hicache-storage-prefetch-policy": nothing("a request waits for all its pages", "one"),
     "--hicache-io-backend": nothing("the platform copies as it can best", "one"),
     "--hicache-mem-layout": nothing("host memory has one layout here, by layers", "one"),
+    "--radix-eviction-policy": Spelling(
+        "pages used least recently leave first, and no other order is built yet: leave it out",
+        refused=True,
+        takes="one",
+        values={"lru": Spelling(takes="one")},
+    ),
     "--kv-offloading-size": refused(
         "is --enable-hierarchical-cache with --hicache-size N here, in GB of each rank", "one"
     ),
@@ -180,6 +234,12 @@ KNOWN: Mapping[str, str | Spelling] = {
         takes="one",
     ),
     "--enable-chunked-prefill": nothing(_ALWAYS),
+    "--no-enable-chunked-prefill": Spelling(
+        "is --chunked-prefill-size -1 here", {"chunked_prefill_size": "-1"}
+    ),
+    "--max-num-partial-prefills": nothing(_PARTS, "one"),
+    "--max-long-partial-prefills": nothing(_PARTS, "one"),
+    "--long-prefill-token-threshold": nothing(_PARTS, "one"),
     "--enable-mixed-chunk": nothing(_ALWAYS),
     "--schedule-policy": _ORDER,
     "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
@@ -208,6 +268,13 @@ KNOWN: Mapping[str, str | Spelling] = {
     ),
     "--speculative-draft": "speculative_draft_model_path",
     "--speculative-draft-model": "speculative_draft_model_path",
+    "--speculative-draft-model-revision": refused(
+        "is for hf download: --speculative-draft-model-path takes the folder that it prints", "one"
+    ),
+    "--speculative-attention-mode": nothing("drafts are checked by kernels of decode steps", "one"),
+    "--speculative-accept-threshold-single": _exact(),
+    "--speculative-accept-threshold-acc": _exact(),
+    "--speculative-use-rejection-sampling": nothing(_DRAWS),
     # kernels
     "--disable-shared-experts-fusion": Spelling(
         "is --fusion shared_experts=off here", {"fusion": "shared_experts=off"}
@@ -216,6 +283,15 @@ KNOWN: Mapping[str, str | Spelling] = {
         "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
     "--enable-deterministic-inference": "batch_invariant",
+    "--attention-config": refused("is --attention-backend PROVIDER here", "one"),
+    "--dsa-prefill-backend": "nsa_prefill_backend",
+    "--dsa-decode-backend": "nsa_decode_backend",
+    "--dsa-topk-backend": "nsa_topk_backend",
+    "--fp8-gemm-backend": _best(_MATMULS),
+    "--fp4-gemm-backend": _best(_MATMULS),
+    "--bf16-gemm-backend": _best(_MATMULS),
+    "--linear-backend": _best(_MATMULS),
+    "--moe-backend": "moe_runner_backend",
     "--prefill-attention-backend": refused("is --pin mha_prefill=KERNEL here", "one"),
     "--decode-attention-backend": refused("is --pin mla_decode=KERNEL here", "one"),
     "--lora-backend": nothing("--pin lora_delta=KERNEL chooses it", "one"),
@@ -234,14 +310,27 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--allowed-origins": refused("is --cors-origins A,B here", "one"),
     "--otlp-traces-endpoint": "otlp_endpoint",
     "--enable-prompt-tokens-details": nothing("not needed: usage always says it"),
+    "--enable-force-include-usage": nothing(_USAGE),
+    "--stream-response-default-include-usage": nothing(_USAGE),
     "--enable-metrics": nothing("not needed: /metrics is always there"),
     "--enable-cache-report": nothing("not needed: usage always says it"),
     "--disable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
     "--no-enable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--disable-uvicorn-access-log": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--disable-log-stats": nothing("/metrics is always there"),
     "--enable-log-requests": nothing("a line per request is logged, without its text"),
     "--log-requests": nothing("a line per request is logged, without its text"),
     "--log-requests-level": nothing("a line per request is logged, without its text", "one"),
-    "--uvicorn-log-level": nothing("--log-level is for all lines", "one"),
+    "--uvicorn-log-level": nothing(_LINES, "one"),
+    "--log-level-http": nothing(_LINES, "one"),
+    "--decode-log-interval": nothing("/metrics and the dashboard have what steps do", "one"),
+    "--sampling-defaults": Spelling(
+        "is a change of generation_config.json here",
+        refused=True,
+        takes="one",
+        values={"model": Spelling(takes="one")},
+    ),
+    "--detokenizer-worker-num": nothing("one process reads and writes text", "one"),
     "--stream-interval": nothing("every step's tokens are sent at once", "one"),
     "--random-seed": nothing("requests bring their own seed", "one"),
     "--seed": nothing("requests bring their own seed", "one"),
@@ -273,6 +362,12 @@ def settle(namespace: Namespace) -> list[str]:
             f"--dist-init-addr {at}: without --dist-token-file, whoever is on this machine may join"
         )
     tp, dp = values.get("tp", 1), values.get("dp", 1)
+    groups = getattr(namespace, "weak", {}).get("dp", dp)
+    if groups != dp:
+        raise ConfigError(
+            f"--attn-dp-size {groups}: --dp {dp} says another number of groups: replicas that "
+            "divide attention by sequences are not built: give --attn-dp-size alone"
+        )
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes
     if values.get("enable_dp_attention"):

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from ds_runtime.cli.help import add_help_all, short
@@ -29,6 +30,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._given: Sequence[str] = ()
         if self.add_help:
             add_help_all(self)
 
@@ -42,6 +44,14 @@ class Parser(argparse.ArgumentParser):
         known = ", ".join(map(str, action.choices))
         hint = near(str(value), map(str, action.choices))
         raise argparse.ArgumentError(action, f"{value!r} is not one of {known}{hint}")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse, but `--flag=--` has the value `--`: Python 3.11 drops it, and some later."""
+        if not action.option_strings or arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value if action.nargs is None else [value]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -59,22 +69,31 @@ class Parser(argparse.ArgumentParser):
             if below and message.endswith(f"are required: {action.metavar}"):
                 known = ", ".join(action.choices or ())
                 message = f"{action.metavar} is missing: give one of {known}"
-            elif message == f"{_REQUIRED}{action.metavar or action.dest}":
+            elif message == f"{_REQUIRED}{argparse._get_action_name(action)}":
                 message = f"{message.removeprefix(_REQUIRED)} is missing: {action.help}"
+        if message.startswith(_REQUIRED):
+            message = f"{message.removeprefix(_REQUIRED)} are missing"
+        for flag, word in pairwise(self._given):  # its value is taken for a verb
+            unknown = flag.partition("=")[0] not in self._option_string_actions
+            if flag.startswith("-") and unknown and f": {word!r} is not one of" in message:
+                message = self._unknown(flag)
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse, but each (sub)parser reports its own unknown arguments."""
-        given = sys.argv[1:] if args is None else args
-        found, extra = super().parse_known_args(hyphenated(self, given), namespace)
+        self._given = hyphenated(self, sys.argv[1:] if args is None else args)
+        found, extra = super().parse_known_args(self._given, namespace)
         if extra:
             flag = extra[0].partition("=")[0]
             if not flag.startswith("-") and "served_model_name" in found:
                 one = f"--served-model-name takes one name, here {found.served_model_name}"
                 self.error(f"unknown argument {flag}; {one}")
-            hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""
-            what = "flag" if flag.startswith("-") else "argument"
-            self.error(f"unknown {what} {flag}{hint}")
+            self.error(self._unknown(flag))
         return found, extra
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unknown argument {word}"
+        return f"unknown flag {word}{near(word, self._option_string_actions)}"

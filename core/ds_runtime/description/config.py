@@ -174,21 +174,33 @@ class ModelConfig:
         """Raise ConfigError if the model cannot be cut into `tp` ranks, and its heads by
         `attn_tp` (default: all). ep: parts of the experts by number.
         """
+        attn_tp = attn_tp or tp
+        if (uncut := self._uncut(tp, attn_tp, ep)) is None:
+            return
+        groups = tp // attn_tp
+        each = math.lcm(groups, ep)  # other numbers of ranks with the same --dp and --ep
+        others = range(each, groups * self.heads + 1, each)
+        fits = [n for n in others if self._uncut(n, n // groups, ep) is None]
+        near = [*[n for n in fits if n < tp][-1:], *[n for n in fits if n > tp][:1]]
+        remedy = " or ".join(f"--tp {n}" for n in near) or "another --dp or --ep"
+        by = "it" if uncut[2] == tp else f"the {uncut[2]} ranks of each --dp group"
+        raise ConfigError(
+            f"--tp {tp}: {uncut[0]} {uncut[1]} of this model is not divisible by {by}: "
+            f"give {remedy}"
+        )
+
+    def _uncut(self, tp: int, attn_tp: int, ep: int) -> tuple[str, int, int] | None:
+        """The name and size of the first width that does not divide, and by how many ranks."""
         shared = self.shared_experts * self.moe_intermediate
         cuts = [
-            ("num_attention_heads", self.heads, attn_tp or tp),
+            ("num_attention_heads", self.heads, attn_tp),
             ("intermediate_size", self.intermediate, tp),
         ]
         if self.hybrid is not None:
-            cuts.append(("o_groups", self.hybrid.groups, attn_tp or tp))
+            cuts.append(("o_groups", self.hybrid.groups, attn_tp))
         if self.experts:
             cuts += [
                 ("moe_intermediate_size", self.moe_intermediate, tp // ep),
-                ("shared expert width", shared, (attn_tp or tp) if ep > 1 else tp),
+                ("shared expert width", shared, attn_tp if ep > 1 else tp),
             ]
-        for name, value, ranks in cuts:
-            if value % ranks:
-                by = "it" if ranks == tp else f"the {ranks} ranks of each --dp group"
-                raise ConfigError(
-                    f"--tp {tp}: {name} {value} of this model is not divisible by {by}"
-                )
+        return next((cut for cut in cuts if cut[1] % cut[2]), None)

@@ -42,7 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The plugins to test, the platform to test them on, and how calls are captured."""
     group = parser.getgroup("ds-runtime")
     group.addoption("--ds-plugins", metavar="A,B", help="plugins whose kernels are tested")
-    group.addoption("--ds-platform", default="auto", metavar="X", help="(default: auto)")
+    group.addoption(
+        "--ds-platform", default="auto", metavar="X", help="platform to test on (default: auto)"
+    )
     parser.addini("ds_runtime_plugins", "plugins whose kernels are tested", type="args")
     parser.addini(
         "ds_runtime_recorder",

@@ -22,4 +22,5 @@ hooks = plugin(  # no probe: every machine has a CPU, and torch runs on all that
     platform="ds_runtime_cpu.platform:CpuPlatform",
     offers="ds_runtime_cpu.kernels:OFFERS",
     diagnose="ds_runtime_cpu:diagnose",
+    backends={"attention_backend": {"intel_amx": "cpu"}},
 )

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ds_runtime.api import Spelling, nothing, refused
+
+_NO_GRAPH = Spelling(
+    "is --disable-graph here, of steps with prompts, too", {"disable_graph": "True"}
+)
+_SUMS = "what ds-runtime tune comm has measured decides how ranks add up"
+
+
+def _graphs(disabled: Spelling) -> Spelling:
+    """How a kind of steps is captured; there is one way, and none."""
+    return Spelling(
+        "steps are captured in one way here",
+        takes="one",
+        values={"disabled": replace(disabled, takes="one")},
+    )
+
 
 FLAGS: Mapping[str, str | Spelling] = {
     "--disable-cuda-graph": "disable_graph",
     "--cuda-graph-bs": "graph_sizes",
     "--cuda-graph-max-bs": "max_graph_size",
     "--cuda-graph-sizes": "graph_sizes",
+    "--cuda-graph-bs-decode": "graph_sizes",
+    "--cuda-graph-max-bs-decode": "max_graph_size",
+    "--cuda-graph-bs-prefill": "prefill_graph_sizes",
+    "--cuda-graph-max-bs-prefill": "max_prefill_graph_size",
+    "--cudagraph-capture-sizes": "graph_sizes",
+    "--disable-decode-cuda-graph": _NO_GRAPH,
+    "--disable-prefill-cuda-graph": "disable_prefill_graph",
+    "--cuda-graph-backend-decode": _graphs(_NO_GRAPH),
+    "--cuda-graph-backend-prefill": _graphs(
+        Spelling("is --disable-prefill-graph here", {"disable_prefill_graph": "True"})
+    ),
+    "--disable-cuda-graph-padding": nothing("rows of a step are padded to a captured size"),
     "--max-cudagraph-capture-size": "max_graph_size",
     "--disable-piecewise-cuda-graph": "disable_prefill_graph",
     "--piecewise-cuda-graph-max-tokens": "max_prefill_graph_size",
@@ -25,6 +53,11 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--deepep-config": nothing("DeepEP is not built in yet", "one"),
     "--nccl-init-addr": "dist_init_addr",
     "--enable-nccl-nvls": nothing("NCCL's own settings decide"),
+    "--enable-flashinfer-allreduce-fusion": nothing(_SUMS),
+    "--flashinfer-allreduce-fusion-backend": nothing(_SUMS, "one"),
+    "--base-gpu-id": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
+    "--gpu-id-step": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
+    "--nccl-port": nothing("ranks of one machine find each other", "one"),
 }
 
 _ELSEWHERE = "ds-runtime has flags, no variables: ds-runtime serve --help"
@@ -40,6 +73,8 @@ _SPARSE: Mapping[str, str | Spelling] = {
     "flashmla_sparse": "flash_mla",
     "flashmla_kv": "flash_mla",
     "flashmla_auto": "flash_mla",
+    "flashinfer_sparse_mla": "flashinfer",
+    "triton_sparse_mla": "triton",
     "trtllm": "flashinfer",
     "fa3": "sgl_kernel",
 }
@@ -57,6 +92,7 @@ BACKENDS: Mapping[str, Mapping[str, str | Spelling]] = {
     },
     "moe_runner_backend": {
         "flashinfer_trtllm": "flashinfer",
+        "flashinfer_trtllm_routed": "flashinfer",
         "flashinfer_cutlass": "flashinfer",
         "flashinfer_cutedsl": "flashinfer",
         "flashinfer_mxfp4": "flashinfer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,6 +319,31 @@ def test_tensor_parallel_must_divide():
     config.check_tp(2, 1)
     dims = config.dims(2, 1)
     assert dims["heads"] == 15 and dims["intermediate"] == config.intermediate // 2
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(2, 24), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_a_number_of_ranks_that_does_not_divide_names_the_nearest_that_do(share, groups, ep):
+    """The numbers of the error are accepted with the same --dp and --ep, and none is nearer."""
+    config = from_hf(published("deepseek-v2-lite"))
+    tp = share * groups
+
+    def why_not(n):
+        if n % groups or n % ep or n > config.heads * groups:
+            return "no such ranks"
+        try:
+            config.check_tp(n, n // groups, ep)
+        except ConfigError as e:
+            return str(e)
+
+    if tp % ep or why_not(tp) is None:
+        return
+    with pytest.raises(ConfigError, match=r"is not divisible by .*: give ") as said:
+        config.check_tp(tp, tp // groups, ep)
+    named = [int(n) for n in re.findall(r"--tp (\d+)", str(said.value).partition(": give ")[2])]
+    fits = [n for n in range(1, config.heads * groups + 1) if why_not(n) is None]
+    assert named == [n for n in fits if n < tp][-1:] + [n for n in fits if n > tp][:1]
+    assert named or "another --dp or --ep" in str(said.value)
 
 
 def test_experts_of_a_rank_are_as_wide_as_ranks_share_them():

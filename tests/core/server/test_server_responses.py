@@ -182,7 +182,7 @@ BAD = [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "input[0].content[0].type",
-        "only input_text",
+        "is 'input_image': models here read text alone: give input_text or",
     ),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call_output"),
     (

@@ -43,7 +43,12 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "device that is not here. A model that does not fit on it is an error.",
     )
     parser.add_argument(
-        "action", nargs="?", type=_action, metavar="{show,lock,diff}", default="show"
+        "action",
+        nargs="?",
+        type=_action,
+        metavar="{show,lock,diff}",
+        default="show",
+        help="print the plan, write it to a file, or compare two files (default: show)",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")

@@ -65,7 +65,12 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="show the model's thinking (default: on a terminal only)",
     )
     for name, kind in _PARAMS.items():
-        parser.add_argument(flag_of(name), type=kind, metavar="N", help="(default: the server's)")
+        parser.add_argument(
+            flag_of(name),
+            type=kind,
+            metavar="N",
+            help="as the field of a request (default: the server's)",
+        )
     parser.set_defaults(run=run)
 
 

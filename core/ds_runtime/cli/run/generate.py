@@ -27,9 +27,9 @@ SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("top_k", int, "only the k likeliest tokens; 0 is all (default: 0)"),
     ("top_p", float, "only the likeliest tokens up to this mass (default: 1)"),
     ("min_p", float, "only tokens at least this likely, relative to the best (default: 0)"),
-    ("presence_penalty", float, "(default: 0)"),
-    ("frequency_penalty", float, "(default: 0)"),
-    ("repetition_penalty", float, "(default: 1)"),
+    ("presence_penalty", float, "taken from logits of tokens in the answer (default: 0)"),
+    ("frequency_penalty", float, "the same, times how often they occur (default: 0)"),
+    ("repetition_penalty", float, "above 1: makes tokens that were seen less likely (default: 1)"),
     ("seed", int, "of the random draws (default: a new one)"),
 )
 

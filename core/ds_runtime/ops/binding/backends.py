@@ -34,20 +34,23 @@ def refuse_sparse(config: EngineConfig, architecture: str) -> None:
     """ConfigError if something of sparse attention is given: for models without an indexer."""
     for field, hint in _SPARSE.items():
         given = getattr(config, field)
-        if given == "nsa" or (given != "auto" and field != "attention_backend"):
+        if given in SPARSE or (given != "auto" and field != "attention_backend"):
             raise ConfigError(
                 f"{flag_of(field)} {given!r}: {architecture} has no indexer, its attention is "
                 f"dense: leave the flag out{hint}"
             )
 
 
+SPARSE = ("nsa", "dsa")  # sparse attention, as a value of --attention-backend
 Names = Mapping[str, Mapping[str, str | Spelling]]
 """A plugin's `BACKENDS`: by field, the names under which people know a provider of kernels, and the
 provider, or the refusal of what is not here."""
 NAMES: Names = {
     "attention_backend": {
         "torch_native": "reference",
-        "nsa": nothing("attends chosen tokens, which the model's indexer says already"),
+        **dict.fromkeys(
+            SPARSE, nothing("attends chosen tokens, as the model's indexer says already")
+        ),
     },
     "moe_runner_backend": {"torch_native": "reference"},
 }

@@ -96,7 +96,8 @@ def parts_text(content: Any, path: str, kinds: Sequence[str]) -> str:
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in kinds:
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad(f"{path}[{i}].type", kind, f"only {', '.join(kinds)} is supported")
+            needed = f"models here read text alone: give {' or '.join(kinds)}"
+            raise bad(f"{path}[{i}].type", kind, needed)
         if not isinstance(part.get("text"), str):
             raise bad(f"{path}[{i}].text", part.get("text"), "text is needed")
         texts.append(part["text"])

@@ -37,15 +37,38 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def _one_batch(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("one-batch", help="prefill and decode rates of one batch")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N")
     parser.add_argument(
-        "--input-len", "--input", type=int, default=512, metavar="N", help="(default: 512)"
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="requests in a step, one measurement each (default: 1)",
     )
     parser.add_argument(
-        "--output-len", "--output", type=int, default=32, metavar="N", help="(default: 32)"
+        "--input-len",
+        "--input",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of each prompt (default: 512)",
+    )
+    parser.add_argument(
+        "--output-len",
+        "--output",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of each answer (default: 32)",
     )
     add_spellings(parser, BATCH)
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="measurements, of which the median counts (default: 3)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_one_batch)
@@ -55,9 +78,21 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser(
         "speculative", help="decode rates with drafts and without, and the best"
     )
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N")
     parser.add_argument(
-        "--steps", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)"
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="requests in a step, one measurement each (default: 1)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3],
+        metavar="N",
+        help="drafts in a row (default: 1 2 3)",
     )
     parser.add_argument(
         "--topk", type=int, nargs="+", default=[1], metavar="N", help="1: chains (default: 1)"
@@ -73,8 +108,20 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--input-len", type=int, default=512, metavar="N", help="of random prompts (default: 512)"
     )
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="(default: 128)")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument(
+        "--output-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each answer (default: 128)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="measurements, of which the median counts (default: 3)",
+    )
     parser.add_argument(
         "--simulate-acceptance",
         type=float,
@@ -99,14 +146,27 @@ itself. Both engines must fit into memory together.
 def _compare(kinds: _SubParsersAction[Any]) -> None:
     about = "compare rates with another engine, turn by turn"
     parser = kinds.add_parser("compare", help=about, description=COMPARE_ABOUT)
-    parser.add_argument("--engine", required=True, choices=("llama.cpp", "transformers"))
+    parser.add_argument(
+        "--engine", required=True, choices=("llama.cpp", "transformers"), help="the other engine"
+    )
     parser.add_argument(
         "--peer-model", metavar="PATH", help="its GGUF file or folder (transformers: --model)"
     )
     parser.add_argument("--bin", metavar="DIR", help="folder of its programs (default: PATH)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: 5)")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16], metavar="N")
-    parser.add_argument("--input-len", type=int, default=16, metavar="N", help="(default: 16)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="turns of each engine (default: 5)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        metavar="N",
+        help="requests in a step, one measurement each (default: 1 4 16)",
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=16, metavar="N", help="tokens of each prompt (default: 16)"
+    )
     parser.add_argument(
         "--output-len", type=int, default=32, metavar="N", help="decode steps (default: 32)"
     )
@@ -123,9 +183,19 @@ def _compare(kinds: _SubParsersAction[Any]) -> None:
 
 def _host(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("host", help="host time per step, on the null platform")
-    parser.add_argument("--running", type=int, default=64, metavar="N", help="(default: 64)")
-    parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="(default: 200)")
+    parser.add_argument(
+        "--running", type=int, default=64, metavar="N", help="requests in a step (default: 64)"
+    )
+    parser.add_argument(
+        "--input-len",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of each prompt (default: 512)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="decode steps to time (default: 200)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line")
     given = ("platform", "plugins", "max_running_requests")  # set by the measurement itself
     names = [f.name for f in fields(EngineConfig) if f.name not in given]
@@ -154,10 +224,27 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
 def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("make-checkpoint", help="write a random checkpoint of a real shape")
     parser.add_argument("out", metavar="DIR", help="folder to write")
-    parser.add_argument("--shape", default="tiny-v3", choices=tuple(SHAPES), help="(%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(bfloat16; DeepSeek-V4's shapes: fp4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument("--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="(5GB)")
+    parser.add_argument(
+        "--shape",
+        default="tiny-v3",
+        choices=tuple(SHAPES),
+        help="whose widths and layers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="how weights are stored (default: bfloat16, and fp4 for DeepSeek-V4's shapes)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the random weights (default: 0)"
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="most bytes of a file (default: 5GB)",
+    )
     parser.add_argument(
         "--config-only",
         action="store_true",

@@ -35,7 +35,14 @@ def add(kinds: _SubParsersAction[Any]) -> None:
         help="with --shape: as stored (bfloat16)",
     )
     parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 512], metavar="N")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 512],
+        metavar="N",
+        help="rows of a call, one measurement each (default: 1 4 16 512)",
+    )
     parser.add_argument(
         "--kernels",
         nargs="+",

@@ -36,13 +36,19 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("serving", help=about, description=ABOUT)
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:30000", metavar="URL", help="(%(default)s)"
+        "--base-url",
+        default="http://127.0.0.1:30000",
+        metavar="URL",
+        help="of the server (default: %(default)s)",
     )
     group.add_argument("--host", metavar="HOST", help="of --base-url")
     group.add_argument("--port", type=int, metavar="N", help="of --base-url")
     add_spellings(parser, SERVING)
     group.add_argument(
-        "--endpoint", default="/v1/chat/completions", metavar="PATH", help="(%(default)s)"
+        "--endpoint",
+        default="/v1/chat/completions",
+        metavar="PATH",
+        help="route to ask (default: %(default)s)",
     )
     group.add_argument("--model", metavar="NAME", help="in the API (default: the first it offers)")
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; not reported")
@@ -86,7 +92,12 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     )
     group = parser.add_argument_group("prompts")
     names = ("random", "shared-prefix", "agent", "custom")
-    group.add_argument("--dataset-name", default="random", choices=names, help="(%(default)s)")
+    group.add_argument(
+        "--dataset-name",
+        default="random",
+        choices=names,
+        help="what prompts are made of (default: %(default)s)",
+    )
     group.add_argument("--dataset-path", metavar="FILE", help="custom: JSONL, prompt or messages")
     group.add_argument(
         *("--input-len", "--random-input-len", "--random-input"),
@@ -139,10 +150,18 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     group.add_argument(
         "--tokenizer", metavar="PATH", help="exact lengths (default: English words, about a token)"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the prompts and of their times (default: 0)",
+    )
     group = parser.add_argument_group("requests")
     group.add_argument("--ignore-eos", action="store_true", help="outputs of full length")
-    group.add_argument("--temperature", type=float, metavar="T", help="(default: the server's)")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="of sampling (default: the server's)"
+    )
     group.add_argument("--extra-body", metavar="JSON", help="more fields, as an object")
     group.add_argument("--disable-stream", action="store_true", help="whole answers")
     group = parser.add_argument_group("results")

@@ -43,7 +43,13 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     costs.add_argument(
         "--shapes", nargs="+", default=[], metavar="SHAPE", choices=tuple(SHAPES), help="of models"
     )
-    costs.add_argument("--weights", nargs="+", default=["fp8"], choices=DTYPES, help="(fp8)")
+    costs.add_argument(
+        "--weights",
+        nargs="+",
+        default=["fp8"],
+        choices=DTYPES,
+        help="weight formats to time (default: fp8)",
+    )
     costs.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
     costs.add_argument(
         "--rows", nargs="+", type=int, default=[], metavar="N", help="of calls (default: 1 to 8192)"
@@ -54,12 +60,19 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     costs.set_defaults(run=run_costs)
     comm = kinds.add_parser("comm", help="collectives", description=COMM_ABOUT)
     _common(comm, _COMM)
-    comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
+    comm.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="processes, a device each (default: 2)"
+    )
     comm.set_defaults(run=run_comm)
     host = kinds.add_parser("host", help="the engine's own work", description=HOST_ABOUT)
     _common(host, _COMM)
     host.add_argument(
-        "--requests", nargs="+", type=int, default=[], metavar="N", help="(default: 1 to 1024)"
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="in a step, one measurement each (default: 1 to 1024)",
     )
     host.set_defaults(run=run_host)
 

@@ -22,10 +22,13 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "--case. Before, the samples of a third party's loader are checked, as by ds-runtime "
         "conform. Exit code 1 if one departs.",
     )
-    parser.add_argument("prompt", nargs="*", help="(default: built-in ones)")
+    parser.add_argument("prompt", nargs="*", help="texts to complete (default: built-in ones)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of decode (default: 3)")
     parser.add_argument(
-        "--out", default="bisect.case", metavar="FILE", help="(default: %(default)s)"
+        "--out",
+        default="bisect.case",
+        metavar="FILE",
+        help="file for the inputs of the first call that departs (default: %(default)s)",
     )
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run, looks=True)

@@ -36,7 +36,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "format runs on which described device.",
     )
     parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
-    parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
+    parser.add_argument(
+        "--mode", choices=MODES, default="test", help="what to do with the kernels (default: test)"
+    )
     parser.add_argument(
         "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader, or layout"
     )
@@ -55,7 +57,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="instead, run the operations of groups of ranks in N processes, a device each",
     )
     parser.add_argument("--case", metavar="FILE", help="replay a case that bisect recorded")
-    parser.add_argument("--platform", default="auto", metavar="X", help="(default: auto)")
+    parser.add_argument(
+        "--platform", default="auto", metavar="X", help="platform to run on (default: auto)"
+    )
     parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
     parser.add_argument(
         "--recorder",

@@ -36,7 +36,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         const=PLATFORM,
         help="as --with platform, which is the default",
     )
-    parser.add_argument("--into", default=".", metavar="DIR", help="(default: here)")
+    parser.add_argument(
+        "--into", default=".", metavar="DIR", help="folder to write it in (default: here)"
+    )
     parser.set_defaults(run=run)
 
 
