@@ -117,6 +117,21 @@ class Communicator(Protocol):
         """
         ...
 
+    def normed_sum(
+        self, nbytes: int
+    ) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
+        """AddRmsNorm of a small sum over ranks of one host, in one kernel with it. Returns a
+        function of (x, residual, weight, eps) that gives (normed, summed). x: this rank's part,
+        residual: the same on all ranks, both bfloat16 [rows, width], of up to `nbytes` bytes. Width
+        is a multiple of 8 of at most 16384. weight: [width], bfloat16 or float32. Parts are added
+        in float32 from rank 0 on. Their sum is rounded to bfloat16, and so is `summed`, that and
+        the residual. `normed` follows from `summed`. All ranks have the same bits, x is not
+        modified, and `residual` must not be used afterwards. It runs in steps that are captured,
+        too. None: it is composed of a sum and AddRmsNorm. Every rank asks at the same time, once
+        for each group.
+        """
+        ...
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """This rank's group of several that each rank names alike: every rank is in one of them.
 
