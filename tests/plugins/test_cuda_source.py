@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, grouped_fp8, nvrtc
+from ds_runtime_cuda import (
+    attention,
+    experts_streaming,
+    fp8_compressed,
+    grouped_fp8,
+    normed_sum,
+    nvrtc,
+)
 from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.packed12 import experts as token_experts
 from ds_runtime_cuda.packed12 import format as packed12
@@ -81,6 +88,12 @@ def test_kernels_of_fewer_bits_compile(home):
     for source, defines, names in made:
         code = nvrtc.compile_for("sm_90a", source, defines)
         assert code.startswith(b"\x7fELF") and all(name in code for name in names)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_with_their_norm_compile(home, ranks):
+    code = nvrtc.compile_for("sm_90a", "normed_sum.cu", normed_sum.defines(ranks))
+    assert code.startswith(b"\x7fELF") and b"normed_sum" in code and b"normed_sum_wide" in code
 
 
 def test_another_header_is_compiled_anew(home):
@@ -157,12 +170,13 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("packed12.cu", packed12._Packed12Args, []),
         ("fp8_compressed.cu", fp8_compressed._Fp8CompressedArgs, []),
         ("packed12_experts.cu", token_experts._TokenExpertsArgs, []),
+        ("normed_sum.cu", normed_sum._NormedSumArgs, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     text = (files("ds_runtime_cuda") / "csrc" / source).read_text()
     body = re.search(r"struct (?:alignas\(64\) )?Args \{(.*?)\n\};", text, re.S).group(1)
-    body = re.sub(r"//.*", "", body)
+    body = re.sub(r"//.*|\[\d+\]", "", body)
     names = [n.strip(" *\n") for part in re.findall(
         r"(?:const )?(?:TensorMap|float|void|u8|u16|u64|int|long long)\b\*? ([^;]*);", body
     ) for n in part.split(",")]  # fmt: skip
