@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.cli import main
+from ds_runtime.ops.reference import norm
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
 
@@ -138,6 +139,26 @@ class Thread:
             return {}
         return dict.fromkeys(("one_shot", "two_shot"), self.add)
 
+    def normed_sum(self, nbytes):
+        return None if self._wrong("no such sum") else self.add_norm
+
+    def add_norm(self, x, residual, weight, eps):
+        xs = [y.clone() for y in self.group.exchange(self.rank, x)]
+        self.group.barrier.wait()
+        total = (xs[0].float() + xs[self.fault != "one part twice"].float()).to(x.dtype)
+        normed, summed = norm.add_rms_norm(total, residual, weight, eps)
+        if self._wrong("the sum alone"):
+            return normed, total
+        if self._wrong("a norm of the sum alone"):
+            return norm.rms_norm(total, weight, eps), summed
+        if self._wrong("in place"):
+            x.copy_(summed)
+        if self._wrong("in float32"):
+            return normed.float(), summed
+        if self._wrong("ranks disagree") and self.rank and normed.numel():
+            normed.view(torch.int16).view(-1)[0] += 1
+        return normed, summed
+
     def add(self, x):
         assert x.is_contiguous()
         xs = self.group.exchange(self.rank, x)
@@ -161,6 +182,7 @@ class Thread:
 
 
 FAST = ("one part twice", "ranks disagree", "in float32", "flat", "in place")
+NORMED = (*FAST[:3], "in place", "the sum alone", "a norm of the sum alone")
 
 
 def failures(op, fault):
@@ -196,6 +218,7 @@ def failures(op, fault):
         ("ordered_sum", "in its own dtype"),
         ("ordered_sum", "as it came"),
         *(("fast_sums", fault) for fault in FAST),
+        *(("normed_sum", fault) for fault in NORMED),
     ],
 )
 def test_a_wrong_communicator_is_found(op, fault):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
 GROUP_OPS = (*SUMS, *MOVES, "barrier", "gather_objects")
-OPTIONAL = ("ordered_sum", "fast_sums")
+OPTIONAL = ("ordered_sum", "fast_sums", "normed_sum")
 LATE = 0.05  # seconds
 _SHAPES = ((1, 8), (7, 33), (32, 7168))
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -71,6 +71,9 @@ def _cases(
     if op == "fast_sums":
         yield from _fast(platform, comm)
         return
+    if op == "normed_sum":
+        yield from _normed(platform, comm)
+        return
     one, shape = partial(_one, platform, comm, op), _SHAPES[1]
     for dtype in (*_FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
         for size in _SHAPES:
@@ -109,6 +112,62 @@ def _fast(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callabl
         yield f"{kind}, a part of a tensor", apart
 
 
+def _normed(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callable[[], str]]]:
+    """None of a communicator that has no such sum."""
+    shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(3, 8), (2, 16384)]
+    most = max(math.prod(shape) for shape in shapes) * 2
+    made = comm.normed_sum(most) if hasattr(comm, "normed_sum") else None
+    if made is not None:
+        ask = partial(_with_norm, platform, comm, made)
+        for shape in shapes:
+            yield f"{shape}", partial(ask, shape)
+        yield "float32 weight", partial(ask, shapes[0], weights="float32")
+        yield "a rank late", partial(ask, shapes[1], late=comm.size - 1)
+        yield "no rows", partial(ask, (0, 8))
+
+
+def _with_norm(
+    platform: Platform,
+    comm: Communicator,
+    made: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]],
+    shape: Sequence[int],
+    weights: str = "bfloat16",
+    late: int | None = None,
+) -> str:
+    """Sums with the bits of parts that are added one by one in float32; norms within a unit in the
+    last place of those in float64; the same bits on all ranks."""
+    import torch
+
+    draw = partial(drawn, platform, "bfloat16", shape, sum(shape), here=False)
+    xs, residual = [draw(r) for r in range(comm.size)], draw(comm.size)
+    weight = drawn(platform, weights, shape[1:], 1, 0, here=False)
+    device = platform.device(platform.local_rank or 0)
+    own = xs[comm.rank].to(device)
+    if comm.rank == late:
+        time.sleep(LATE)
+    found = made(own, residual.to(device), weight.to(device), 1e-6)
+    normed, summed = (one.cpu() for one in found)
+    # Every rank asks the others, also one that found something.
+    if differ := [said for one in (normed, summed) if (said := _same_bits(comm, one))]:
+        return differ[0]
+    if not torch.equal(own.cpu(), xs[comm.rank]):
+        return "what was given has other values now"
+    for one in (normed, summed):
+        if one.dtype != torch.bfloat16 or one.shape != xs[0].shape:
+            return f"{one.dtype} {tuple(one.shape)} instead of torch.bfloat16 {tuple(shape)}"
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    want = total.bfloat16() + residual
+    if wrong := int((summed != want).sum()):
+        return f"{wrong} of {want.numel()} sums are not those from rank 0 on"
+    exact = want.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    if wrong := int(((normed.double() - exact).abs() > 2.0**-7 * exact.abs()).sum()):
+        return f"{wrong} of {want.numel()} values of the norm are off"
+    return ""
+
+
 def _summed(
     platform: Platform,
     comm: Communicator,
@@ -128,13 +187,13 @@ def _summed(
     own = flat[comm.rank].to(platform.device(platform.local_rank or 0))[begin:].view(*shape)
     if comm.rank == late:
         time.sleep(LATE)
-    found = run(own)
+    found = run(own).cpu()
+    differ = _same_bits(comm, found)  # every rank asks, also one that found something
     if not torch.equal(own.cpu(), xs[comm.rank]):
         return "what was given has other values now"
-    found = found.cpu()
     if found.dtype != xs[0].dtype or found.shape != xs[0].shape:
         return f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(shape)}"
-    return _sum_wrong(found, _sum(xs), xs, dtype) or _same_bits(comm, found)
+    return _sum_wrong(found, _sum(xs), xs, dtype) or differ
 
 
 def _same_bits(comm: Communicator, found: Tensor) -> str:
