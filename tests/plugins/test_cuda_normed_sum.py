@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_cuda_shared_sums import PLACE, Memory, ranks
 
 from ds_runtime.ops.reference import norm
+from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime_cuda import normed_sum, nvlink
 
 KINDS = {0: torch.bfloat16, 1: torch.float32}
@@ -52,7 +53,8 @@ def launch(function, grid, threads, shared, a):
     assert threads % 32 == 0 and threads <= 1024 and grid[0] <= min(a.rows, 128)
     held = 8 * threads * (1 if name == "normed_sum" else 2)
     assert a.width <= held < a.width + 8 * 32 * (1 if name == "normed_sum" else 2)
-    for address in (a.x, a.residual, a.weight, a.normed, a.summed, *a.peers[: kernel.ranks]):
+    out = a.codes or a.normed
+    for address in (a.x, a.residual, a.weight, out, a.summed, *a.peers[: kernel.ranks]):
         assert address % 16 == 0
     LAUNCHED.append((PLACE.rank, name, grid[0], at))
     values(a.peers[a.rank] + at, count, torch.bfloat16).copy_(values(a.x, count, torch.bfloat16))
@@ -69,7 +71,13 @@ def launch(function, grid, threads, shared, a):
     if STAND.fault == "norm":
         normed = normed * 2
     STAND.memory.shared.barrier.wait()
-    values(a.normed, count, torch.bfloat16).copy_(normed.view(-1))
+    if a.codes:
+        codes, scale = quantize_group(normed, 128, bool(a.powers))
+        values(a.codes, count, torch.uint8).copy_(codes.view(torch.uint8).view(-1))
+        held = values(a.scale, a.width // 128 * a.pitch, torch.float32).view(-1, a.pitch)
+        held[:, : a.rows] = scale.T * (2 if STAND.fault == "scale" else 1)
+    else:
+        values(a.normed, count, torch.bfloat16).copy_(normed.view(-1))
     values(a.summed, count, torch.bfloat16).copy_(summed.view(-1))
     calls[0] += 1
 
@@ -115,20 +123,28 @@ def test_it_is_add_rms_norm_of_the_parts_in_order(size, calls, width, wide):
         found = []
         for rows in calls:
             x, old = (t[: rows * width].view(rows, width) for t in (parts[comm.rank], residual))
-            found.append(made(x.clone(), old.clone(), weight, 1e-6))
+            found.append([*made(x.clone(), old.clone(), weight, 1e-6)])
+            for powers in (False, True) if width % 128 == 0 else ():
+                found[-1] += made.quantized(x.clone(), old.clone(), weight, 1e-6, powers)
         return found
 
     for found in everywhere(size, run):
-        for rows, (normed, summed) in zip(calls, found, strict=True):
+        for rows, (normed, summed, *coded) in zip(calls, found, strict=True):
             total = torch.zeros(rows, width)
             for part in parts:
                 total = total + part[: rows * width].view(rows, width).float()
             old = residual[: rows * width].view(rows, width)
             want = norm.add_rms_norm(total.bfloat16(), old, weight, 1e-6)
             assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
+            for powers, begin in enumerate(range(0, len(coded), 3)):
+                codes, scale = quantize_group(want[0], 128, bool(powers))
+                assert torch.equal(coded[begin].view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(coded[begin + 1], scale)
+                assert torch.equal(coded[begin + 2], want[1])
     halves = [at for rank, _, _, at in LAUNCHED if rank == 0]
     assert all(a != b for a, b in itertools.pairwise(halves))  # they take turns
-    assert len(halves) == 3 + sum(rows > 0 for rows in calls)  # the checks, and no empty ones
+    each = 3 if width % 128 == 0 else 1
+    assert len(halves) == 4 + each * sum(rows > 0 for rows in calls)  # the checks; no empty ones
 
 
 def test_rows_that_are_strided_or_not_aligned_are_copied():
@@ -149,6 +165,7 @@ def test_rows_that_are_strided_or_not_aligned_are_copied():
         ("elsewhere", "RuntimeError: memory to share does not lie at the beginning"),
         ("sum", "RuntimeError: call 0: 512 of 512 sums are wrong"),
         ("norm", "RuntimeError: call 0: a norm is off by"),
+        ("scale", "RuntimeError: a norm is quantised otherwise than by torch"),
     ],
 )
 def test_ranks_that_cannot_compose_it_all_alike(caplog, fault, why):

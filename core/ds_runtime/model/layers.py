@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
-from ds_runtime.parallel.sums.normed import Summable, Unsummed
+from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
@@ -110,6 +110,9 @@ class RmsNormLayer:
     ) -> tuple[Codes, Tensor]:
         """(norm(x + residual) as codes, x + residual); `residual` must not be used afterwards."""
         if isinstance(x, Unsummed):
+            if groups.size == GROUP:
+                made = x.add_norm_quantized(residual, self.weight, self.eps, groups.ue8m0)
+                return Codes(*made[:2]), made[2]
             x = x.summed()
         q, scale, summed = self._ops.add_rms_norm_quantize(
             x, residual, self.weight, self.eps, *groups

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.parallel.sums.normed import NormedSum
+from ds_runtime.platform.contract import NormedSum
 
 
 class SoloCommunicator:

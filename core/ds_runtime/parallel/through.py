@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.parallel.sums.normed import NormedSum
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.platform.contract import Communicator, NormedSum
 
 
 class Through:

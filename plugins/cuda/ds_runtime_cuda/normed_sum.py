@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.quant import GROUP, scale_columns
 from ds_runtime_cuda.shared_memory import SharedMemory
 
 _SOURCE = "normed_sum.cu"
@@ -26,10 +27,10 @@ class _NormedSumArgs(ctypes.Structure):
         ("peers", ctypes.c_uint64 * _MOST_RANKS),
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "residual", "weight", "normed", "summed", "calls")
+            for name in ("x", "residual", "weight", "normed", "summed", "codes", "scale", "calls")
         ),
         ("half", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rank", "rows", "width", "wide")),
+        *((name, ctypes.c_int32) for name in ("pitch", "powers", "rank", "rows", "width", "wide")),
         ("eps", ctypes.c_float),
     )
 
@@ -83,22 +84,38 @@ class NormedSum:
     def __call__(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
+        normed, args = torch.empty(x.shape, dtype=x.dtype, device=x.device), self._args
+        args.normed, args.codes = normed.data_ptr(), None
+        return normed, self._run(x, residual, weight, eps)
+
+    def quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ue8m0: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, width = x.shape
+        codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+        scale, args = scale_columns(rows, width // GROUP, x.device), self._args
+        args.codes, args.scale, args.powers = codes.data_ptr(), scale.data_ptr(), ue8m0
+        args.pitch = scale.stride(1)
+        return codes, scale, self._run(x, residual, weight, eps)
+
+    def _run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The new residual; what else is written has been put into the arguments."""
         x, residual = _whole(x), _whole(residual)
-        normed, (rows, width) = torch.empty_like(x), x.shape
+        rows, width = x.shape
         assert 2 * x.numel() <= self._memory.half and width % _EACH == 0
         if not rows:
-            return normed, residual
+            return residual
         chunks = -(-width // _EACH)
         name = "normed_sum" if chunks <= 1024 else "normed_sum_wide"
         threads = -(-chunks // (32 if chunks <= 1024 else 64)) * 32
         args, weight = self._args, _whole(weight)
         args.x, args.residual, args.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-        args.normed, args.summed = normed.data_ptr(), residual.data_ptr()
+        args.summed = residual.data_ptr()
         args.rows, args.width, args.wide = rows, width, weight.dtype == torch.float32
         args.eps = eps
         grid = (min(rows, _BLOCKS), 1)
         nvrtc.launch(self._memory.module.function(name), grid, threads, 0, args)
-        return normed, residual
+        return residual
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_runtime.api import TorchCommunicator
 from ds_runtime_cuda.normed_sum import NormedSum, NormMemory
+from ds_runtime_cuda.quant import GROUP, groups_of
 from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, TwoShot, shared
 
 _IN_ORDER = "sums in the order of the ranks gather their parts"
@@ -42,9 +43,7 @@ class NvlinkCommunicator(TorchCommunicator):
             return {}
         return {kind: sum_of(made) for kind, sum_of in _FAST.items()}
 
-    def normed_sum(
-        self, nbytes: int
-    ) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
+    def normed_sum(self, nbytes: int) -> NormedSum | None:
         """None where a rank could not share its memory, with rank 0's reason in the log, and where
         a device is older than the kernel's instructions."""
         assert self._device is not None
@@ -93,14 +92,18 @@ def _check_sums(comm: TorchCommunicator, made: SharedMemory) -> None:
 
 
 def _check_norm(comm: TorchCommunicator, made: NormMemory) -> None:
-    """Three calls, so that each half is used, with whole numbers whose sum is exact."""
-    width = min(_CHECKED, made.half) // 2 // 8 * 8
+    """Three calls, so that each half is used, with whole numbers whose sum is exact; and one more
+    whose norm is quantised, which `groups_of` does to what the third gave."""
+    width = min(_CHECKED, made.half) // 2 // GROUP * GROUP or 8
     norm = NormedSum(made)
     places = (torch.arange(width, device=comm._device) % 13).view(1, -1)
     residual, weight, results = places.to(torch.bfloat16), torch.ones_like(places[0]).float(), []
     for call in range(3):
         x = (places + comm.rank + call).to(torch.bfloat16)
         results.append([y.cpu() for y in norm(x, residual.clone(), weight, 1e-6)])
+    coded = []
+    if width % GROUP == 0:
+        coded = [y.cpu() for y in norm.quantized(x, residual.clone(), weight, 1e-6, False)]
     for call, (normed, summed) in enumerate(results):
         place = torch.arange(width) % 13
         ranks = comm.size * (place + call) + comm.size * (comm.size - 1) // 2
@@ -111,6 +114,11 @@ def _check_norm(comm: TorchCommunicator, made: NormMemory) -> None:
         off = float((normed[0].double() - want).abs().max())
         if off > 2.0**-8 * float(want.max()):
             raise RuntimeError(f"call {call}: a norm is off by {off:.3g}")
+    if coded:
+        codes, scale = groups_of(normed)
+        same = torch.equal(codes.view(1, -1).float(), coded[0].float())
+        if not (same and torch.equal(scale, coded[1]) and torch.equal(summed, coded[2])):
+            raise RuntimeError("a norm is quantised otherwise than by torch")
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -36,15 +36,29 @@ class Norming(Fast):
 
     def normed_sum(self, nbytes):
         self.room.append(nbytes)
-        return self._normed if self.able else None
+        return Composed(self) if self.able else None
 
-    def _normed(self, x, residual, weight, eps):
-        assert x.is_contiguous() and x.numel() * 2 <= self.room[0]
-        self.used.append("normed")
+
+class Composed:
+    """Of a communicator, in torch."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __call__(self, x, *rest):
+        self.comm.used.append("normed")
+        return norm.add_rms_norm(self._sum(x), *rest)
+
+    def quantized(self, x, residual, weight, eps, ue8m0):
+        self.comm.used.append("quantised")
+        return norm.add_rms_norm_quantize(self._sum(x), residual, weight, eps, 128, ue8m0)
+
+    def _sum(self, x):
+        assert x.is_contiguous() and x.numel() * 2 <= self.comm.room[0]
         total = torch.zeros(x.shape)
-        for part in self.gather_objects(x):
+        for part in self.comm.gather_objects(x):
             total = total + part.float()
-        return norm.add_rms_norm(total.to(x.dtype), residual, weight, eps)
+        return total.to(x.dtype)
 
 
 class Reference:
@@ -112,22 +126,24 @@ def test_rows_are_chosen_before_they_are_summed():
         assert all(map(torch.equal, found, want))
 
 
-def test_a_norm_that_is_quantised_takes_the_sum_alone():
+@pytest.mark.parametrize("groups", [Groups(128, False), Groups(128, True), Groups(64, False)])
+def test_a_norm_that_is_quantised_is_fused_where_its_groups_are(groups):
     residual, weight = whole(99, 1, 128), whole(98, 1, 128)[0]
-    layer, groups = RmsNormLayer(Reference, weight, 1e-6), Groups(128, False)
+    layer = RmsNormLayer(Reference, weight, 1e-6)
     limits = SumSizes(((ONE_SHOT, 256),))
 
     def run(comm):
         held = later(BySize(comm, limits), whole(comm.rank, 1, 128))
         assert isinstance(held, Unsummed)
-        return layer.add_quantized(held, residual, groups), comm.used
+        return layer.add_quantized(held, residual.clone(), groups), comm.used
 
     total = sum(whole(rank, 1, 128) for rank in range(2))
     want = norm.add_rms_norm_quantize(total, residual, weight, 1e-6, *groups)
     for (codes, summed), used in norming(2, run):
-        assert isinstance(codes, Codes) and used == [ONE_SHOT]
+        assert isinstance(codes, Codes)
+        assert used == ["quantised" if groups.size == 128 else ONE_SHOT]
         assert torch.equal(codes.q.view(torch.uint8), want[0].view(torch.uint8))
-        assert torch.equal(summed, want[2])
+        assert torch.equal(codes.scale, want[1]) and torch.equal(summed, want[2])
 
 
 @pytest.mark.parametrize("without", range(3))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.parallel.sums.kinds import ONE_SHOT, SumSizes
-from ds_runtime.parallel.sums.normed import NormedSum, Summable, Unsummed, takes
+from ds_runtime.parallel.sums.normed import Summable, Unsummed, takes
 from ds_runtime.parallel.through import Through
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.platform.contract import Communicator, NormedSum
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 

@@ -9,11 +9,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-NormedSum: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""As `Communicator.normed_sum` returns it: (x, residual, weight, eps) → (normed, summed)."""
+from ds_runtime.platform.contract import NormedSum
 
 WIDEST = 1 << 14
 """Values of a row, at most."""
+
+GROUP = 128
+"""Values of a row that have a scale, where the norm is quantised."""
 
 
 def takes(x: Tensor) -> bool:
@@ -46,6 +48,13 @@ class Unsummed:
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As AddRmsNorm of the sum; `residual` must not be used afterwards."""
         return self.norm(self.part, residual, weight, eps)
+
+    def add_norm_quantized(
+        self, residual: Tensor, weight: Tensor, eps: float, ue8m0: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As AddRmsNormQuantize of the sum, by groups of `GROUP`, of which the width is a multiple;
+        `residual` must not be used afterwards."""
+        return self.norm.quantized(self.part, residual, weight, eps, ue8m0)
 
 
 Summable: TypeAlias = Tensor | Unsummed

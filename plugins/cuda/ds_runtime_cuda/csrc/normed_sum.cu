@@ -19,10 +19,14 @@ struct Args {
   const u16* x;         // this rank's part, bfloat16 [rows, width]
   const u16* residual;  // [rows, width]
   const void* weight;   // [width]
-  u16* normed;          // [rows, width]
+  u16* normed;          // [rows, width], where codes are none
   u16* summed;          // [rows, width]; may be residual
+  u8* codes;            // e4m3 [rows, width], or none
+  float* scale;         // of each group of 128: of its first row, then of the next
   u64* calls;           // how many there were, then how many blocks of this one have met
   long long half;       // bytes of one
+  int pitch;            // from a group's scales to the next's
+  int powers;           // scales are powers of two
   int rank, rows, width;
   int wide;             // weight is float32
   float eps;
@@ -95,6 +99,39 @@ __device__ __forceinline__ float over_block(float value) {
   return value;
 }
 
+__device__ __forceinline__ u32 coded(float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Eight values from column `at` on, as codes; sixteen threads side by side have a group. As quant.groups_of.
+__device__ __forceinline__ void quantise(const Args& a, const uint4& normed, int row, int at) {
+  float values[8], largest = 1e-4f;
+  unpack(values, normed);
+  bool missing = false;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    largest = fmaxf(largest, fabsf(values[j]));
+    missing |= isnan(values[j]);
+  }
+  const u32 group = 0xFFFFu << (threadIdx.x & 16);
+#pragma unroll
+  for (int apart = 8; apart; apart /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(group, largest, apart));
+  if (__ballot_sync(group, missing) & group) largest = __int_as_float(0x7FC00000);
+  float scale = __fdiv_rn(largest, 448.0f);
+  if (a.powers) scale = __int_as_float(__float_as_int(scale) + 0x7FFFFF & ~0x7FFFFF);
+  u32 words[2];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values[j] = __fdiv_rn(values[j], scale);
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+    words[j] = coded(values[4 * j], values[4 * j + 1]) | coded(values[4 * j + 2], values[4 * j + 3]) << 16;
+  *reinterpret_cast<uint2*>(a.codes + (long long)row * a.width + at) = make_uint2(words[0], words[1]);
+  if (threadIdx.x % 16 == 0) a.scale[(long long)(at / 128) * a.pitch + row] = scale;
+}
+
 // CHUNKS: of 8 values that a thread has of a row.
 template <int CHUNKS>
 __device__ __forceinline__ void run(const Args& a) {
@@ -155,7 +192,11 @@ __device__ __forceinline__ void run(const Args& a) {
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) values[i][j] *= inverse * weight[j];
-      *reinterpret_cast<uint4*>(a.normed + begin + at) = packed(values[i]);
+      const uint4 normed = packed(values[i]);
+      if (a.codes == nullptr)
+        *reinterpret_cast<uint4*>(a.normed + begin + at) = normed;
+      else
+        quantise(a, normed, row, at);
     }
   }
 }
