@@ -140,24 +140,7 @@ class Thread:
         return dict.fromkeys(("one_shot", "two_shot"), self.add)
 
     def normed_sum(self, nbytes):
-        return None if self._wrong("no such sum") else self.add_norm
-
-    def add_norm(self, x, residual, weight, eps):
-        xs = [y.clone() for y in self.group.exchange(self.rank, x)]
-        self.group.barrier.wait()
-        total = (xs[0].float() + xs[self.fault != "one part twice"].float()).to(x.dtype)
-        normed, summed = norm.add_rms_norm(total, residual, weight, eps)
-        if self._wrong("the sum alone"):
-            return normed, total
-        if self._wrong("a norm of the sum alone"):
-            return norm.rms_norm(total, weight, eps), summed
-        if self._wrong("in place"):
-            x.copy_(summed)
-        if self._wrong("in float32"):
-            return normed.float(), summed
-        if self._wrong("ranks disagree") and self.rank and normed.numel():
-            normed.view(torch.int16).view(-1)[0] += 1
-        return normed, summed
+        return None if self._wrong("no such sum") else Normed(self)
 
     def add(self, x):
         assert x.is_contiguous()
@@ -181,8 +164,50 @@ class Thread:
         return [value] * 2 if self._wrong("own twice") else values
 
 
+class Normed:
+    """Sums of a thread with their norm."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __call__(self, x, residual, weight, eps):
+        wrong, total = self.comm._wrong, self._total(x)
+        normed, summed = norm.add_rms_norm(total, residual, weight, eps)
+        if wrong("the sum alone"):
+            return normed, total
+        if wrong("a norm of the sum alone"):
+            return norm.rms_norm(total, weight, eps), summed
+        if wrong("in place"):
+            x.copy_(summed)
+        if wrong("in float32"):
+            return normed.float(), summed
+        if wrong("ranks disagree") and self.comm.rank and normed.numel():
+            normed.view(torch.int16).view(-1)[0] += 1
+        return normed, summed
+
+    def quantized(self, x, residual, weight, eps, ue8m0):
+        total = self._total(x)
+        powers = ue8m0 and not self.comm._wrong("scales of any size")
+        given = weight * 2 if self.comm._wrong("twice as large") else weight
+        made = norm.add_rms_norm_quantize(total, residual, given, eps, 128, powers)
+        return made[0], made[1].half() if self.comm._wrong("half scales") else made[1], made[2]
+
+    def _total(self, x):
+        xs = [y.clone() for y in self.comm.group.exchange(self.comm.rank, x)]
+        self.comm.group.barrier.wait()
+        return (xs[0].float() + xs[not self.comm._wrong("one part twice")].float()).to(x.dtype)
+
+
 FAST = ("one part twice", "ranks disagree", "in float32", "flat", "in place")
-NORMED = (*FAST[:3], "in place", "the sum alone", "a norm of the sum alone")
+NORMED = (
+    *FAST[:3],
+    "in place",
+    "the sum alone",
+    "a norm of the sum alone",
+    "scales of any size",
+    "twice as large",
+    "half scales",
+)
 
 
 def failures(op, fault):

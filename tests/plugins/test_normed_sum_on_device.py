@@ -12,6 +12,7 @@ import traceback
 import pytest
 import torch
 
+from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.parallel.sums.normed import WIDEST
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -48,6 +49,21 @@ def off(comm, found, parts, residual, weight):
     return wrong
 
 
+def quantised(comm, device, norm, rows, width):
+    """Codes are those that torch makes of what the kernel gives unquantised, which `off` judges;
+    the rounding of a norm to bfloat16 comes first."""
+    parts = torch.stack([drawn(rows + width + r, rows, width, device) for r in range(comm.size)])
+    residual, weight = drawn(90, rows, width, device), drawn(91, 1, width, device)[0]
+    given = parts[comm.rank], weight, EPS
+    plain = norm(given[0], residual.clone(), *given[1:])
+    for powers in (False, True):
+        found = norm.quantized(given[0], residual.clone(), *given[1:], powers)
+        want = quantize_group(plain[0], 128, powers)
+        assert found[0].shape == (rows, width) and found[1].shape == (rows, width // 128)
+        assert torch.equal(found[0].float(), want[0].float()) and torch.equal(found[1], want[1])
+        assert torch.equal(found[2], plain[1])
+
+
 def eager(comm, device, norm):
     cases = [(rows, WIDTH) for rows in ROWS] + [(3, width) for width in WIDTHS]
     for rows, width in cases:
@@ -63,6 +79,8 @@ def eager(comm, device, norm):
             if rows:
                 wrong = int(off(comm, found, parts, residual, weight))
                 assert not wrong, f"{rows} × {width}, weight of {dtype}: {wrong} values"
+        if width % 128 == 0:
+            quantised(comm, device, norm, rows, width)
     apart = torch.empty(1 + 2 * WIDTH, dtype=torch.bfloat16, device=device)[1:].view(2, WIDTH)
     parts = torch.stack([drawn(r, 2, WIDTH, device) for r in range(comm.size)])
     residual = drawn(90, 2, 2 * WIDTH, device)[:, ::2]  # strided, and a part not aligned
@@ -115,11 +133,14 @@ def behind_each_other(platform, comm, device, backend, norm):
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
     state = drawn(90, 4, WIDTH, device)
     given = parts[comm.rank].clone()
+    coded = torch.zeros(4, WIDTH, dtype=torch.uint8, device=device)
 
     def step():
         for rows in (4, 1, 3):
             normed, _ = norm(given[:rows], state[:rows].clone(), weight, EPS)
             state[:rows].copy_(normed)
+            codes, *_ = norm.quantized(given[:rows], state[:rows].clone(), weight, EPS, True)
+            coded[:rows].copy_(codes.view(torch.uint8))
 
     step()
     platform.synchronize()
@@ -130,8 +151,9 @@ def behind_each_other(platform, comm, device, backend, norm):
         if draw.random() < 0.02:
             time.sleep(draw.random() * 2e-3)
         if n % 100 == 99:
-            every = comm.gather_rows(state.view(1, -1)).view(torch.int16)
-            assert torch.equal(every, every[:1].expand_as(every)), f"bits differ by replay {n}"
+            for one in (state.view(torch.uint8), coded):
+                every = comm.gather_rows(one.view(1, -1))
+                assert torch.equal(every, every[:1].expand_as(every)), f"bits differ by replay {n}"
 
 
 def rank_of(rank, size, address, results):

@@ -18,7 +18,7 @@ from ds_runtime.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.platform.contract import Communicator, Platform
+    from ds_runtime.platform.contract import Communicator, NormedSum, Platform
 
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
@@ -27,6 +27,8 @@ OPTIONAL = ("ordered_sum", "fast_sums", "normed_sum")
 LATE = 0.05  # seconds
 _SHAPES = ((1, 8), (7, 33), (32, 7168))
 _FLOATS = ("float32", "bfloat16", "float16")
+_GROUP = 128  # values that share a scale
+_CODES = 4e-2  # as AddRmsNormQuantize's tolerance
 _BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
 
 
@@ -121,6 +123,9 @@ def _normed(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Calla
         ask = partial(_with_norm, platform, comm, made)
         for shape in shapes:
             yield f"{shape}", partial(ask, shape)
+            for powers in (False, True) if shape[1] % _GROUP == 0 else ():
+                kind = "power-of-two" if powers else "float"
+                yield f"{kind} scales {shape}", partial(ask, shape, powers=powers)
         yield "float32 weight", partial(ask, shapes[0], weights="float32")
         yield "a rank late", partial(ask, shapes[1], late=comm.size - 1)
         yield "no rows", partial(ask, (0, 8))
@@ -129,13 +134,15 @@ def _normed(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Calla
 def _with_norm(
     platform: Platform,
     comm: Communicator,
-    made: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]],
+    made: NormedSum,
     shape: Sequence[int],
     weights: str = "bfloat16",
     late: int | None = None,
+    powers: bool | None = None,
 ) -> str:
     """Sums with the bits of parts that are added one by one in float32; norms within a unit in the
-    last place of those in float64; the same bits on all ranks."""
+    last place of those in float64, codes within AddRmsNormQuantize's; the same bits on all ranks.
+    """
     import torch
 
     draw = partial(drawn, platform, "bfloat16", shape, sum(shape), here=False)
@@ -145,27 +152,49 @@ def _with_norm(
     own = xs[comm.rank].to(device)
     if comm.rank == late:
         time.sleep(LATE)
-    found = made(own, residual.to(device), weight.to(device), 1e-6)
-    normed, summed = (one.cpu() for one in found)
+    given = own, residual.to(device), weight.to(device), 1e-6
+    found = made(*given) if powers is None else made.quantized(*given, powers)
+    *normed, summed = (one.cpu() for one in found)
     # Every rank asks the others, also one that found something.
-    if differ := [said for one in (normed, summed) if (said := _same_bits(comm, one))]:
+    if differ := [said for one in (*normed, summed) if (said := _same_bits(comm, one))]:
         return differ[0]
     if not torch.equal(own.cpu(), xs[comm.rank]):
         return "what was given has other values now"
-    for one in (normed, summed):
-        if one.dtype != torch.bfloat16 or one.shape != xs[0].shape:
-            return f"{one.dtype} {tuple(one.shape)} instead of torch.bfloat16 {tuple(shape)}"
     total = xs[0].float()
     for x in xs[1:]:
         total = total + x.float()
     want = total.bfloat16() + residual
+    if said := _other_form(summed, want):
+        return said
     if wrong := int((summed != want).sum()):
         return f"{wrong} of {want.numel()} sums are not those from rank 0 on"
     exact = want.double()
     exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    if wrong := int(((normed.double() - exact).abs() > 2.0**-7 * exact.abs()).sum()):
-        return f"{wrong} of {want.numel()} values of the norm are off"
-    return ""
+    if powers is not None:
+        return _codes_wrong(exact.bfloat16(), normed[0], normed[1], powers)
+    if said := _other_form(normed[0], want):
+        return said
+    wrong = int(((normed[0].double() - exact).abs() > 2.0**-7 * exact.abs()).sum())
+    return f"{wrong} of {want.numel()} values of the norm are off" if wrong else ""
+
+
+def _other_form(found: Tensor, want: Tensor) -> str:
+    if (found.dtype, found.shape) == (want.dtype, want.shape):
+        return ""
+    return f"{found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
+
+
+def _codes_wrong(want: Tensor, codes: Tensor, scale: Tensor, powers: bool) -> str:
+    """Codes of rows `want`, as the contract judges those of a norm that is fused."""
+    from ds_runtime.ops.reference import judging
+    from ds_runtime.ops.reference.matrices.linear import quantize_group
+
+    given, wanted = (want, _GROUP, powers), quantize_group(want, _GROUP, powers)
+    for found, one in zip((codes, scale), wanted, strict=True):
+        if said := _other_form(found, one):
+            return said
+    judged: str = judging.fused_codes(lambda x: x, given, (codes, scale), wanted, _CODES)[1]
+    return judged
 
 
 def _summed(
