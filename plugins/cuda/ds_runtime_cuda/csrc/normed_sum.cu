@@ -135,6 +135,10 @@ __device__ __forceinline__ void quantise(const Args& a, const uint4& normed, int
 // CHUNKS: of 8 values that a thread has of a row.
 template <int CHUNKS>
 __device__ __forceinline__ void run(const Args& a) {
+  // Weights are there before the launch in front of this one ends, and far away.
+  if (blockIdx.x == 0)
+    for (int at = 8 * threadIdx.x; at < a.width; at += 8 * blockDim.x)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const u8*>(a.weight) + (a.wide ? 4 : 2) * at));
   await();
   const u64 call = *reinterpret_cast<volatile u64*>(a.calls) + 1;
   const u64 parts = SIGNALS + (call & 1) * a.half;
