@@ -172,7 +172,7 @@ def test_ranks_that_cannot_compose_it_all_alike(caplog, fault, why):
     with caplog.at_level(logging.WARNING):
         assert everywhere(4, lambda comm: comm.normed_sum(1024), fault) == [None] * 4
     (said,) = caplog.records  # of rank 0 alone
-    head = "the add and the norm behind sums are kernels of their own: "
+    head = "the add and the norm after sums are kernels of their own: "
     assert said.getMessage().startswith(head + why)
 
 

@@ -148,7 +148,7 @@ class Assembly:
         """How ranks sum, in sentences; nothing where the library's kind is all there is."""
         said = [self.sums.said] if self.sums.said else []
         if self.sums.normed:
-            said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm behind them")
+            said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
 
     @cached_property

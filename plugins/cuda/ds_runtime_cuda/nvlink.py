@@ -17,7 +17,7 @@ from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, Two
 _IN_ORDER = "sums in the order of the ranks gather their parts"
 _LIBRARY = "all-reduces of every size are NCCL's"
 _FAST: dict[str, type[OneShot] | type[TwoShot]] = {"one_shot": OneShot, "two_shot": TwoShot}
-_COMPOSED = "the add and the norm behind sums are kernels of their own"
+_COMPOSED = "the add and the norm after sums are kernels of their own"
 _CHECKED = 8192  # bytes
 _KERNELS = (9, 0)  # the oldest compute capability of kernels of this plugin's own
 
