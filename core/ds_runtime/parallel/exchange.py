@@ -81,7 +81,7 @@ class RowExchange(ABC):
     def leave_later(
         self, y: Tensor, order: Order, count: int, own: Tensor | None = None
     ) -> Summable:
-        """As `leave`, whose result goes into an add with an RMSNorm behind it: a sum that is not
+        """As `leave`, whose result goes into an add with an RMSNorm after it: a sum that is not
         made yet where one kernel does all of it."""
         return self.leave(y, order, count, own)
 

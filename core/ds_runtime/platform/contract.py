@@ -142,7 +142,7 @@ class Communicator(Protocol):
         ...
 
     def normed_sum(self, nbytes: int) -> NormedSum | None:
-        """Small sums over ranks of one host in one kernel with the add and the norm behind them, of
+        """Small sums over ranks of one host in one kernel with the add and the norm after them, of
         parts of up to `nbytes` bytes. None: they are composed of a sum and AddRmsNorm. Every rank
         asks at the same time, once for each group.
         """

@@ -1,4 +1,4 @@
-"""Sums over ranks with the add and the norm behind them, in one launch: csrc/normed_sum.cu."""
+"""Sums over ranks with the add and the norm after them, in one launch: csrc/normed_sum.cu."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class BySize(Through):
 
     @property
     def norms(self) -> bool:
-        """Whether one kernel sums few rows with the add and the norm behind them."""
+        """Whether one kernel sums few rows with the add and the norm after them."""
         return self._normed is not None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class BySize(Through):
         return self._group.all_reduce(x)
 
     def later(self, x: Tensor) -> Summable:
-        """The sum of x, whose consumer is an add with an RMSNorm behind it: not made yet where one
+        """The sum of x, whose consumer is an add with an RMSNorm after it: not made yet where one
         kernel does all of it."""
         if self._normed is None or not takes(x) or self._kind(x) != ONE_SHOT:
             return self.all_reduce(x)

@@ -69,7 +69,7 @@ class Sums:
     """Of the ranks that divide heads, whose sums follow attention and FFNs. said: for the plan, ""
     where the platform has the library's kind alone. at_once: where ranks add in their order, one
     kernel adds few values. normed: sums of the one-shot kind are one kernel with the add and the
-    norm behind them, which ranks know when they have set it up."""
+    norm after them, which ranks know when they have set it up."""
 
     sizes: SumSizes = LIBRARY_ALONE
     said: str = ""

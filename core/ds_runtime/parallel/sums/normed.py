@@ -1,4 +1,4 @@
-"""Sums over ranks that wait for the add and the norm behind them, to be one kernel with them."""
+"""Sums over ranks that wait for the add and the norm after them, to be one kernel with them."""
 
 from __future__ import annotations
 
