@@ -58,4 +58,4 @@ class Unsummed:
 
 
 Summable: TypeAlias = Tensor | Unsummed
-"""A sum over ranks, or what becomes one in the norm behind it."""
+"""A sum over ranks, or what becomes one in the norm after it."""
