@@ -8,10 +8,14 @@ A JSON line for each number of rows and kind, as soon as it is measured: the mic
 of rows in bfloat16 on the slowest rank, `eager` and `captured`: the median of 9 runs of 20, each of
 a fresh copy. Kinds: `library`; `one_shot` and `two_shot`, where the platform has them; `gathered`
 (parts gathered and added in order, as for --batch-invariant); `at_once` (the same by one kernel,
-where the platform has it). `wrong` counts replays on any rank, of `--replays` of two sums behind
-each other, with new contents, before which a rank waits at random on the host or on the device.
-Ranks have other bits there, or a sum is off by more than rounding allows; of kinds in order, bits
-are not those of parts that are added one by one. `seconds`: what the line took. Standard error says
+where the platform has it). Behind a sum come the add of a residual and an RMSNorm: `normed` is all
+of it in one kernel, where the platform has that, and `composed` is one_shot and Triton's
+add_rms_norm. Both also copy the residual, as the norm may overwrite it. `wrong` counts replays on
+any rank, of `--replays` of two sums behind each other, with new contents, before which a rank waits
+at random on the host or on the device. Ranks have other bits there, or a sum is off by more than
+rounding allows; of kinds in order and of `normed`, bits are not those of parts that are added one
+by one. Of `normed` and `composed` that is the new residual, where the one before is 0. `seconds`:
+what the line took. Standard error says
 when ranks had met and set up their sums.
 """
 
@@ -36,7 +40,7 @@ if TYPE_CHECKING:  # ranks import torch side by side, and do not wait until this
 
 ROWS = (1, 2, 4, 8, 16, 32, 36, 64, 128, 256, 512)
 IN_ONE, ROUNDS = 20, 9
-IN_ORDER = ("gathered", "at_once")
+IN_ORDER = ("gathered", "at_once", "normed")
 BUSY = 2048  # rows of a matmul that keeps a device busy
 
 
@@ -104,6 +108,27 @@ def wrong(
     return sum(comm.gather_objects(int(count)))
 
 
+def with_norm(
+    normed: Any, one_shot: Callable[[Tensor], Tensor], like: Tensor
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The sum, the add and the norm, in one kernel and in two, for rows like these: functions of a
+    part that return the new residual."""
+    import torch
+
+    from ds_runtime_triton.norm import add_rms_norm
+
+    weight, before = torch.ones_like(like[0]), torch.zeros_like(like)
+
+    def fused(x: Tensor) -> Tensor:
+        summed: Tensor = normed(x, before.clone(), weight, 1e-6)[1]
+        return summed
+
+    def composed(x: Tensor) -> Tensor:
+        return add_rms_norm(one_shot(x), before.clone(), weight, 1e-6)[1]
+
+    return {"normed": fused, "composed": composed}
+
+
 def measure(rank: int, args: argparse.Namespace, address: str, results: Any) -> None:
     """Rank 0 tells every line; each rank tells its end, with what went wrong, or ""."""
     try:
@@ -145,12 +170,15 @@ def figures(rank: int, args: argparse.Namespace, address: str) -> Iterator[dict[
     sums |= comm.fast_sums(2 * most)
     sums["gathered"] = InOrder(comm, here=False).all_reduce
     at_once = comm.ordered_sum(min(most, MANY))
+    normed = comm.normed_sum(2 * most)
     tell("sums are set up")
     for rows in args.rows:
         x = torch.zeros(rows, args.width, dtype=torch.bfloat16, device=device)
         kinds = dict(sums)
         if at_once is not None and x.numel() <= MANY:
             kinds["at_once"] = lambda x: at_once(x).to(x.dtype).view(x.shape)
+        if normed is not None and "one_shot" in sums:
+            kinds |= with_norm(normed, sums["one_shot"], x)
         for kind, sum_up in kinds.items():
             start = time.perf_counter()
 

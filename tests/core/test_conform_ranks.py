@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.cli import main
+from ds_runtime.ops.reference import norm
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
 
@@ -138,6 +139,9 @@ class Thread:
             return {}
         return dict.fromkeys(("one_shot", "two_shot"), self.add)
 
+    def normed_sum(self, nbytes):
+        return None if self._wrong("no such sum") else Normed(self)
+
     def add(self, x):
         assert x.is_contiguous()
         xs = self.group.exchange(self.rank, x)
@@ -160,7 +164,50 @@ class Thread:
         return [value] * 2 if self._wrong("own twice") else values
 
 
+class Normed:
+    """Sums of a thread with their norm."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __call__(self, x, residual, weight, eps):
+        wrong, total = self.comm._wrong, self._total(x)
+        normed, summed = norm.add_rms_norm(total, residual, weight, eps)
+        if wrong("the sum alone"):
+            return normed, total
+        if wrong("a norm of the sum alone"):
+            return norm.rms_norm(total, weight, eps), summed
+        if wrong("in place"):
+            x.copy_(summed)
+        if wrong("in float32"):
+            return normed.float(), summed
+        if wrong("ranks disagree") and self.comm.rank and normed.numel():
+            normed.view(torch.int16).view(-1)[0] += 1
+        return normed, summed
+
+    def quantized(self, x, residual, weight, eps, ue8m0):
+        total = self._total(x)
+        powers = ue8m0 and not self.comm._wrong("scales of any size")
+        given = weight * 2 if self.comm._wrong("twice as large") else weight
+        made = norm.add_rms_norm_quantize(total, residual, given, eps, 128, powers)
+        return made[0], made[1].half() if self.comm._wrong("half scales") else made[1], made[2]
+
+    def _total(self, x):
+        xs = [y.clone() for y in self.comm.group.exchange(self.comm.rank, x)]
+        self.comm.group.barrier.wait()
+        return (xs[0].float() + xs[not self.comm._wrong("one part twice")].float()).to(x.dtype)
+
+
 FAST = ("one part twice", "ranks disagree", "in float32", "flat", "in place")
+NORMED = (
+    *FAST[:3],
+    "in place",
+    "the sum alone",
+    "a norm of the sum alone",
+    "scales of any size",
+    "twice as large",
+    "half scales",
+)
 
 
 def failures(op, fault):
@@ -196,6 +243,7 @@ def failures(op, fault):
         ("ordered_sum", "in its own dtype"),
         ("ordered_sum", "as it came"),
         *(("fast_sums", fault) for fault in FAST),
+        *(("normed_sum", fault) for fault in NORMED),
     ],
 )
 def test_a_wrong_communicator_is_found(op, fault):

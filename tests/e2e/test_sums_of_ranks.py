@@ -53,7 +53,7 @@ def costs(device, one_shot, two_shot):
 def answers(folder, sharing, **more):
     params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
     prompts = [[3 + i, 5, 7 + i] * (1 + 4 * i) for i in range(3)]
-    with LLM(folder, extra_plugins=[sharing], **SETTINGS, **more) as llm:
+    with LLM(folder, extra_plugins=[sharing], **{**SETTINGS, **more}) as llm:
         before = llm.stats()
         found = llm.generate(prompts, params)
         COUNTED[:] = before, llm.stats()
@@ -76,6 +76,27 @@ def test_answers_are_the_librarys_and_every_kind_serves(tiny, sharing, tmp_path,
     for kind, size in served:
         assert kind == sums.sizes.kind(int(size))
     check_counted(served)
+
+
+def test_small_sums_are_one_call_with_the_norm_behind_them(tiny, sharing, tmp_path, monkeypatch):
+    """The answers are those of two calls, to the bit; what is not normed is summed as before."""
+    costs(device(sharing), 512, 2048).write(found.own(device(sharing)))
+    more = {"dtype": "bfloat16"}
+    plain, none = answers(str(tiny), sharing, disable_custom_all_reduce=True, **more)
+    assert not none.normed
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    own, sums = answers(str(tiny), sharing, **more)
+    assert sums.normed and own == plain
+    noted = [(tmp_path / f"noted.{rank}").read_text().split("\n") for rank in range(2)]
+    assert noted[0] == noted[1]
+    served = [line.split() for line in noted[0] if line]
+    for kind, size in served:
+        want = sums.sizes.kind(int(size))
+        assert kind == want or (kind, want) == ("normed", "one_shot")
+    kinds = Counter(kind for kind, _ in served)
+    # Of a step's sums only that of the embedding has no norm behind it.
+    assert kinds["normed"] > 4 * kinds["one_shot"] > 0
+    check_counted([("one_shot" if kind == "normed" else kind, size) for kind, size in served])
 
 
 @pytest.mark.parametrize(

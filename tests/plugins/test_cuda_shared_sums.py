@@ -52,6 +52,8 @@ class Memory:
         assert name == "all" and buffer is self.buffers[PLACE.rank]
         self._fail("rendezvous")
         self.shared.barrier.wait()
+        ptrs = [one.data_ptr() + (self.fault == "elsewhere") for one in self.buffers]
+        return SimpleNamespace(buffer_ptrs=ptrs)
 
     def one_shot_all_reduce(self, part, how, name):
         """As torch's kernel: other ranks' parts are at the same place of theirs."""

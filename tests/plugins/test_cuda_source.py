@@ -17,6 +17,7 @@ from ds_runtime_cuda import (
     fp8_compressed,
     fp8_few,
     grouped_fp8,
+    normed_sum,
     nvrtc,
 )
 from ds_runtime_cuda.driver import DriverError
@@ -89,6 +90,12 @@ def test_kernels_of_fewer_bits_compile(home):
     for source, defines, names in made:
         code = nvrtc.compile_for("sm_90a", source, defines)
         assert code.startswith(b"\x7fELF") and all(name in code for name in names)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_with_their_norm_compile(home, ranks):
+    code = nvrtc.compile_for("sm_90a", "normed_sum.cu", normed_sum.defines(ranks))
+    assert code.startswith(b"\x7fELF") and b"normed_sum" in code and b"normed_sum_wide" in code
 
 
 def test_another_header_is_compiled_anew(home):
@@ -166,12 +173,13 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("fp8_compressed.cu", fp8_compressed._Fp8CompressedArgs, []),
         ("packed12_experts.cu", token_experts._TokenExpertsArgs, []),
         ("fp8_few.cu", fp8_few._Fp8FewArgs, []),
+        ("normed_sum.cu", normed_sum._NormedSumArgs, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     text = (files("ds_runtime_cuda") / "csrc" / source).read_text()
     body = re.search(r"struct (?:alignas\(64\) )?Args \{(.*?)\n\};", text, re.S).group(1)
-    body = re.sub(r"//.*", "", body)
+    body = re.sub(r"//.*|\[\d+\]", "", body)
     names = [n.strip(" *\n") for part in re.findall(
         r"(?:const )?(?:TensorMap|float|void|u8|u16|u64|int|long long)\b\*? ([^;]*);", body
     ) for n in part.split(",")]  # fmt: skip

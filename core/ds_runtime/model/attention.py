@@ -17,6 +17,8 @@ from ds_runtime.description.sites import TREE, VERIFY
 from ds_runtime.model.indexer import Indexer, LayerStep
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
+from ds_runtime.parallel.sums.by_size import later
+from ds_runtime.parallel.sums.normed import Summable
 
 if TYPE_CHECKING:
     from ds_runtime.ops.contracts.linear import Groups
@@ -101,7 +103,7 @@ class Projected(NamedTuple):
 
 class Attention:
     """One layer's attention on one rank's heads, on all of them where it is divided by sequences;
-    returns the sum over the ranks that divide the heads.
+    returns what is summed over the ranks that divide the heads.
     """
 
     DECODE: ClassVar[str] = "mla_decode"  # the op whose kernels attend the cache
@@ -156,8 +158,10 @@ class Attention:
             return None
         return self.inputs.quantizes(rows, batch.adapters)
 
-    def __call__(self, x: Tensor | Codes, step: LayerStep) -> Tensor:
-        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first."""
+    def __call__(self, x: Tensor | Codes, step: LayerStep) -> Summable:
+        """[T, hidden] → [T, hidden], whose add and norm come next. Writes every row's latent
+        and key to the cache first.
+        """
         batch = step.batch
         if isinstance(x, Tensor) and x.shape[0] == 0:  # other ranks have sequences
             return x
@@ -170,7 +174,7 @@ class Attention:
             return self.output(out.flatten(1), batch.adapters)
         projected = self.project(x, step)
         if (codes := self._quantised(projected, batch)) is not None:
-            return self.comm.all_reduce(self.o_proj(codes))
+            return later(self.comm, self.o_proj(codes))
         return self.output(self.attend(projected, step).flatten(1), batch.adapters)
 
     def _quantised(self, projected: Projected, batch: Batch) -> Codes | None:
@@ -221,9 +225,9 @@ class Attention:
             self._index(projected.x, projected.query, projected.keys, step)
         return self._attend(projected, step)
 
-    def output(self, attended: Tensor, adapters: Tensor | None) -> Tensor:
-        """[T, heads · v] → [T, hidden], summed over the ranks that divide the heads."""
-        return self.comm.all_reduce(self.o_proj(attended, adapters))
+    def output(self, attended: Tensor, adapters: Tensor | None) -> Summable:
+        """[T, heads · v] → [T, hidden], for the sum over the ranks that divide the heads."""
+        return later(self.comm, self.o_proj(attended, adapters))
 
     def _index(self, x: Tensor, query: Tensor, keys: Tensor | None, step: LayerStep) -> None:
         """Choose the tokens to attend, in a layer that does."""

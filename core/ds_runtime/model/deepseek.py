@@ -20,6 +20,7 @@ from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 from ds_runtime.ops.contracts.caches import INDEX, KV, Caches
+from ds_runtime.parallel.sums.normed import Summable
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -46,12 +47,12 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Summable,
         residual: Tensor | None,
         step: LayerStep,
         rows: Tensor | None = None,
         tail: RowOrder | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Summable, Tensor]:
         """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
 
         rows: the only ones that are wanted; all are still written to the cache. tail: their order.
@@ -71,22 +72,23 @@ class DecoderLayer:
         return () if self.attention.sparse else (self.attention.kernel_for(part)[1],)
 
     def enter(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
+        self, x: Summable, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor | Codes, Tensor]:
         """(what attention takes, the residual), both [T, hidden]."""
         fused, groups = self.quantises if residual is None else self.adds_and_quantises, None
         if fused:
             groups = self.attention.quantizes(x.shape[0], batch)
         if residual is None:
+            assert isinstance(x, Tensor), "what begins a model is summed"
             return self.input_norm(x) if groups is None else self.input_norm.quantized(x, groups), x
         if groups is not None:
             return self.input_norm.add_quantized(x, residual, groups)
         return self.input_norm.add(x, residual)
 
-    def leave(self, attended: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def leave(self, attended: Summable, residual: Tensor, batch: Batch) -> tuple[Summable, Tensor]:
         """Of what attention gave: (mlp output, residual before it), both [T, hidden]."""
         normed, residual = self.mlp_norm.add(attended, residual)
-        return self.mlp(normed, batch), residual
+        return self.mlp.later(normed, batch), residual
 
 
 class Cut(NamedTuple):
@@ -123,7 +125,7 @@ class DeepSeekModel(LanguageModel):
         tokens of this rank, whose logits are wanted or not.
         """
         selection = self.selection(batch)
-        x = self.embedded(batch.input_ids, batch)  # [T, hidden]
+        x: Summable = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         few, tail = None if every else self.few(batch), self.exchange.logits_alone(batch.order)
         for block, step in self._layers(caches, batch, selection):
@@ -134,7 +136,7 @@ class DeepSeekModel(LanguageModel):
             return self.norm.add(x, residual)[0]
         wanted = batch.logit_rows.shape[0]
         if not self.exchange.most(wanted, tail):
-            return x.new_empty(0, self.config.hidden)
+            return residual.new_empty(0, self.config.hidden)
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.exchange.collect(self.norm.add(x, residual)[0], batch.order)
@@ -174,7 +176,8 @@ class DeepSeekModel(LanguageModel):
         are. Between two of them the caller runs `attend`, which fills `attended` [T, heads · v].
         Returns the final hidden states [T, hidden].
         """
-        x, residual = self.embedded(batch.input_ids, batch), None
+        x: Summable = self.embedded(batch.input_ids, batch)
+        residual: Tensor | None = None
         for block, step in self._layers(caches, batch):
             normed, residual = block.enter(x, residual, batch)
             projected = block.attention.project(normed, step, ahead=True)
@@ -201,7 +204,7 @@ class DeepSeekModel(LanguageModel):
         residual, tail = cut.residual[rows], self.exchange.logits_alone(batch.order)
         if not self.exchange.most(rows.shape[0], tail):
             return residual
-        out = residual  # of no row, if other ranks have all
+        out: Summable = residual  # of no row, if other ranks have all
         if rows.shape[0]:
             out = cut.block.attention.output(attended[rows], None)
         out, residual = cut.block.leave(out, residual, replace(batch, order=tail))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
+from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
@@ -94,8 +95,10 @@ class RmsNormLayer:
         """[tokens, n] → [tokens, n]."""
         return self._ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Summable, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
+        if isinstance(x, Unsummed):
+            return x.add_norm(residual, self.weight, self.eps)
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def quantized(self, x: Tensor, groups: linear.Groups) -> Codes:
@@ -103,9 +106,14 @@ class RmsNormLayer:
         return Codes(*self._ops.rms_norm_quantize(x, self.weight, self.eps, *groups))
 
     def add_quantized(
-        self, x: Tensor, residual: Tensor, groups: linear.Groups
+        self, x: Summable, residual: Tensor, groups: linear.Groups
     ) -> tuple[Codes, Tensor]:
         """(norm(x + residual) as codes, x + residual); `residual` must not be used afterwards."""
+        if isinstance(x, Unsummed):
+            if groups.size == GROUP:
+                made = x.add_norm_quantized(residual, self.weight, self.eps, groups.ue8m0)
+                return Codes(*made[:2]), made[2]
+            x = x.summed()
         q, scale, summed = self._ops.add_rms_norm_quantize(
             x, residual, self.weight, self.eps, *groups
         )

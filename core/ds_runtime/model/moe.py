@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from ds_runtime.description import tree
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.expert_counts import count_chosen
 from ds_runtime.model.layers import Codes, ExpertsLayer
-from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.batch import Batch, RowOrder
 from ds_runtime.ops.binding.branch import branch
+from ds_runtime.parallel.sums.normed import Summable
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
+
+_Part: TypeAlias = tuple[Tensor, RowOrder | None, int, Tensor | None]
+"""What the exchange takes: a partial result, the order, this group's rows, and their own."""
 
 
 class SwiGlu:
@@ -51,9 +55,16 @@ class DenseMlp:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks."""
+        return self.exchange.leave(*self._part(x, batch))
+
+    def later(self, x: Tensor, batch: Batch) -> Summable:
+        """The same, whose add and norm come next."""
+        return self.exchange.leave_later(*self._part(x, batch))
+
+    def _part(self, x: Tensor, batch: Batch) -> tuple[Tensor, RowOrder | None, int]:
+        """What the exchange takes."""
         every = self.exchange.enter(x, batch.order)
-        out = self.mlp(every, self.exchange.adapters(batch))
-        return self.exchange.leave(out, batch.order, x.shape[0])
+        return self.mlp(every, self.exchange.adapters(batch)), batch.order, x.shape[0]
 
 
 class MoeMlp:
@@ -85,6 +96,13 @@ class MoeMlp:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once. ids: of
         the tokens of all rows that `enter` gives, where these may say which experts.
         """
+        return self.exchange.leave(*self._part(x, batch, ids))
+
+    def later(self, x: Tensor, batch: Batch) -> Summable:
+        """The same, whose add and norm come next."""
+        return self.exchange.leave_later(*self._part(x, batch, None))
+
+    def _part(self, x: Tensor, batch: Batch, ids: Tensor | None) -> _Part:
         count, adapters = x.shape[0], self.exchange.adapters(batch)
         if self.slots is not None:
             return self._by_number(x, batch, self.slots)
@@ -95,7 +113,7 @@ class MoeMlp:
         out = self.experts(x, weights, chosen, adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
-        return self.exchange.leave(out, batch.order, count)
+        return out, batch.order, count, None
 
     def _chosen(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, [T, top_k]. ids: of tokens, as in `__call__`."""
@@ -116,7 +134,7 @@ class MoeMlp:
         if self.counts is not None:
             count_chosen(self.counts, chosen[:, : self.routing.top_k], batch.slots)
 
-    def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+    def _by_number(self, x: Tensor, batch: Batch, slots: Tensor) -> _Part:
         """Where this rank has some of the experts: router and shared experts see its own rows,
         and rows of all groups come with their choices: as the codes that their experts multiply,
         where these would be made of them anyway. slots: as Loader.expert_slots."""
@@ -136,4 +154,4 @@ class MoeMlp:
             ids[:, k:].masked_fill_(ids[:, :1] < 0, -1)
         rows = every if codes is None else Codes(every.view(codes.q.dtype), *scale)
         out = self.experts(rows, weights.contiguous(), ids, exchange.adapters(batch))  # type: ignore[arg-type]
-        return exchange.leave(out, order, x.shape[0], None if shared is None else shared())
+        return out, order, x.shape[0], None if shared is None else shared()

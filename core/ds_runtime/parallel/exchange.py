@@ -24,13 +24,19 @@ from torch import Tensor
 from ds_runtime.ops.batch import Batch, RowOrder
 from ds_runtime.parallel import together
 from ds_runtime.parallel.row_order import (
+    ALL,
     Arrays,
+    Numbered,
+    Pick,
+    Section,
     StepShare,
     adapters_of,
     places,
     real_places,
     totals,
 )
+from ds_runtime.parallel.sums.by_size import later
+from ds_runtime.parallel.sums.normed import Summable
 from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import Communicator
 
@@ -38,49 +44,6 @@ W = TypeVar("W", bound=StepShare)
 Order: TypeAlias = RowOrder | None
 Pending: TypeAlias = Callable[[], Order]
 """A row order whose arrays are in an upload. Call it once that is sent."""
-
-
-class Pick:
-    """What is this group's of values of all groups: here everything."""
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """[all, …] → [own, …]."""
-        return values
-
-    def back(self, values: Tensor, count: int) -> Tensor:
-        """[own] → [count], each at its place among all; 0 elsewhere."""
-        return values
-
-    def local(self, numbers: Tensor) -> Tensor:
-        """Numbers of rows of all groups → among this group's; any row for those of others."""
-        return numbers
-
-
-_ALL = Pick()
-
-
-class _Numbered(Pick):
-    def __init__(self, number: int, upload: Arrays) -> None:
-        self._number, self._upload = number, upload
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return values[self._upload[self._number]]
-
-    def back(self, values: Tensor, count: int) -> Tensor:
-        return values.new_zeros(count).index_copy_(0, self._upload[self._number], values)
-
-
-class _Section(Pick):
-    """`size` of each group, the groups one after the other."""
-
-    def __init__(self, group: int, size: int) -> None:
-        self._first, self._size = group * size, size
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return values[self._first : self._first + self._size]
-
-    def local(self, numbers: Tensor) -> Tensor:
-        return (numbers - self._first).clamp(0, self._size - 1)
 
 
 class RowExchange(ABC):
@@ -114,6 +77,13 @@ class RowExchange(ABC):
         `count` rows that this group gave: [count, n]. own: what is added to these, a partial
         result of the ranks of the group [count, n]. `y` must not be used afterwards.
         """
+
+    def leave_later(
+        self, y: Tensor, order: Order, count: int, own: Tensor | None = None
+    ) -> Summable:
+        """As `leave`, whose result goes into an add with an RMSNorm after it: a sum that is not
+        made yet where one kernel does all of it."""
+        return self.leave(y, order, count, own)
 
     def collect(self, hidden: Tensor, order: Order) -> Tensor:
         """This group's logit rows [rows, n] → those of the step, in the order of its works."""
@@ -189,17 +159,17 @@ class RowExchange(ABC):
 
     def pick(self, numbers: Sequence[int], upload: Arrays) -> Pick:
         """Of things of which these are this group's."""
-        return _ALL
+        return ALL
 
     def picks(
         self, works: Sequence[StepShare], counts: Sequence[int], upload: Arrays
     ) -> tuple[Pick, Pick]:
         """Of things of which each work has this many, and of works."""
-        return _ALL, _ALL
+        return ALL, ALL
 
     def section(self, size: int) -> Pick:
         """Of `size` of each group, the groups one after the other."""
-        return _ALL
+        return ALL
 
 
 def _nothing() -> None:
@@ -215,6 +185,11 @@ class Sum(RowExchange):
 
     def leave(self, y: Tensor, order: Order, count: int, own: Tensor | None = None) -> Tensor:
         return self._tp.all_reduce(y if own is None else y.add_(own))
+
+    def leave_later(
+        self, y: Tensor, order: Order, count: int, own: Tensor | None = None
+    ) -> Summable:
+        return later(self._tp, y if own is None else y.add_(own))
 
 
 class GatherScatter(RowExchange):
@@ -363,18 +338,18 @@ class GatherScatter(RowExchange):
             every[order.real // order.rows, order.real % order.rows] = order.adapters
 
     def pick(self, numbers: Sequence[int], upload: Arrays) -> Pick:
-        return _Numbered(upload.add(np.array(numbers, np.int64)), upload)
+        return Numbered(upload.add(np.array(numbers, np.int64)), upload)
 
     def picks(
         self, works: Sequence[StepShare], counts: Sequence[int], upload: Arrays
     ) -> tuple[Pick, Pick]:
         owners = np.array([work.group for work in works], np.int64)
         found = (np.flatnonzero(all_ == self.group) for all_ in (owners.repeat(counts), owners))
-        things, own = (_Numbered(upload.add(numbers), upload) for numbers in found)
+        things, own = (Numbered(upload.add(numbers), upload) for numbers in found)
         return things, own
 
     def section(self, size: int) -> Pick:
-        return _Section(self.group, size)
+        return Section(self.group, size)
 
 
 def exchange_of(world: World) -> RowExchange:

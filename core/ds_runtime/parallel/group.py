@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_runtime.errors import ConfigError
+from ds_runtime.platform.contract import NormedSum
 
 
 class SoloCommunicator:
@@ -62,6 +63,9 @@ class SoloCommunicator:
 
     def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
         return {}
+
+    def normed_sum(self, nbytes: int) -> None:
+        return None
 
     def split(self, groups: Sequence[Sequence[int]]) -> SoloCommunicator:
         return self
@@ -220,6 +224,9 @@ class TorchCommunicator:
 
     def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
         return {}
+
+    def normed_sum(self, nbytes: int) -> NormedSum | None:
+        return None
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -1,4 +1,5 @@
 """The order of the rows of a step, once those of all groups are gathered: index arrays on the host.
+And what is one group's of what all have.
 
 Only where attention is divided by sequences. Every rank makes the same from the same plan.
 """
@@ -87,3 +88,46 @@ def _rows_at(
     at = zip(sequences, lengths, strict=True)
     rows = np.array([place * queries + j for place, n in at for j in range(n)], np.int64)
     return rows, bool(np.array_equal(rows, np.arange(len(rows))))
+
+
+class Pick:
+    """What is this group's of values of all groups: here everything."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """[all, …] → [own, …]."""
+        return values
+
+    def back(self, values: Tensor, count: int) -> Tensor:
+        """[own] → [count], each at its place among all; 0 elsewhere."""
+        return values
+
+    def local(self, numbers: Tensor) -> Tensor:
+        """Numbers of rows of all groups → among this group's; any row for those of others."""
+        return numbers
+
+
+ALL = Pick()
+
+
+class Numbered(Pick):
+    def __init__(self, number: int, upload: Arrays) -> None:
+        self._number, self._upload = number, upload
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values[self._upload[self._number]]
+
+    def back(self, values: Tensor, count: int) -> Tensor:
+        return values.new_zeros(count).index_copy_(0, self._upload[self._number], values)
+
+
+class Section(Pick):
+    """`size` of each group, the groups one after the other."""
+
+    def __init__(self, group: int, size: int) -> None:
+        self._first, self._size = group * size, size
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values[self._first : self._first + self._size]
+
+    def local(self, numbers: Tensor) -> Tensor:
+        return (numbers - self._first).clamp(0, self._size - 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.platform.contract import Communicator, NormedSum
 
 
 class Through:
@@ -53,6 +53,9 @@ class Through:
 
     def fast_sums(self, nbytes: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
         return self._group.fast_sums(nbytes)
+
+    def normed_sum(self, nbytes: int) -> NormedSum | None:
+        return self._group.normed_sum(nbytes)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self._group.split(groups)

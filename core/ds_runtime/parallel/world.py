@@ -50,7 +50,8 @@ class World:
         elif mesh.attn_tp > 1 and sums.sizes.upto:
             heads = mesh.groups("attn_tp")
             by_size = summing[heads] = BySize(made[heads], sums.sizes)
-            self.sums = Sums(everyone.gather_objects(by_size.sizes)[0])
+            sizes, norms = everyone.gather_objects((by_size.sizes, by_size.norms))[0]
+            self.sums = Sums(sizes, normed=norms)
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }

@@ -50,6 +50,30 @@ class Ceilings:
     note: str = ""
 
 
+class NormedSum(Protocol):
+    """AddRmsNorm of a sum over ranks, and AddRmsNormQuantize. All ranks have the same bits.
+
+    x: this rank's part, bfloat16 [rows, width], which is not modified. residual: of the same shape
+    and dtype, the same on all ranks; it must not be used afterwards. Width is a multiple of 8 of at
+    most 16384. weight: [width], bfloat16 or float32. Parts are added in float32 from rank 0 on.
+    Their sum is rounded to bfloat16, and so is `summed`, that and the residual, of which the norm
+    is. Every rank calls it for as many rows; it runs in steps that are captured, too.
+    """
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, summed), both bfloat16 [rows, width]."""
+        ...
+
+    def quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ue8m0: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, scale, summed): the norm as AddRmsNormQuantize gives it by groups of 128, of
+        which width is a multiple."""
+        ...
+
+
 class Communicator(Protocol):
     """Collectives of one group of ranks. Every rank calls each in the same order.
 
@@ -120,6 +144,13 @@ class Communicator(Protocol):
         multiple of 16. Each returns the sum as a new tensor, with the same bits on all ranks, and
         runs in steps that are captured, too. Empty: `all_reduce` serves every size. Every rank asks
         at the same time, once for each group.
+        """
+        ...
+
+    def normed_sum(self, nbytes: int) -> NormedSum | None:
+        """Small sums over ranks of one host in one kernel with the add and the norm after them, of
+        parts of up to `nbytes` bytes. None: they are composed of a sum and AddRmsNorm. Every rank
+        asks at the same time, once for each group.
         """
         ...
 

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import TorchCommunicator
+from ds_runtime_cuda.normed_sum import NormedSum, NormMemory
+from ds_runtime_cuda.quant import GROUP, groups_of
 from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, TwoShot, shared
 
 _IN_ORDER = "sums in the order of the ranks gather their parts"
 _LIBRARY = "all-reduces of every size are NCCL's"
 _FAST: dict[str, type[OneShot] | type[TwoShot]] = {"one_shot": OneShot, "two_shot": TwoShot}
+_COMPOSED = "the add and the norm after sums are kernels of their own"
 _CHECKED = 8192  # bytes
+_KERNELS = (9, 0)  # the oldest compute capability of kernels of this plugin's own
 
 
 class NvlinkCommunicator(TorchCommunicator):
@@ -38,6 +42,18 @@ class NvlinkCommunicator(TorchCommunicator):
         if made is None or not shared(self, made, partial(_check_sums, self), _LIBRARY):
             return {}
         return {kind: sum_of(made) for kind, sum_of in _FAST.items()}
+
+    def normed_sum(self, nbytes: int) -> NormedSum | None:
+        """None where a rank could not share its memory, with rank 0's reason in the log, and where
+        a device is older than the kernel's instructions."""
+        assert self._device is not None
+        able = self.size in self._sizes() and _capability(self._device) >= _KERNELS
+        if not all(self.gather_objects(able)):
+            return None
+        made = NormMemory(self._group, nbytes, self._device, self.rank, self.size)
+        if not shared(self, made, partial(_check_norm, self), _COMPOSED):
+            return None
+        return NormedSum(made)
 
     def _memory(self, nbytes: int) -> SharedMemory | None:
         """Not allocated yet; None where a rank says that its links share none."""
@@ -73,3 +89,37 @@ def _check_sums(comm: TorchCommunicator, made: SharedMemory) -> None:
         want = (comm.size * places + comm.size * (comm.size - 1) // 2).to(dtype)
         if wrong := int((found != want).sum()):
             raise RuntimeError(f"{kind} of {dtype}: {wrong} of {found.numel()} sums are wrong")
+
+
+def _check_norm(comm: TorchCommunicator, made: NormMemory) -> None:
+    """Three calls, so that each half is used, with whole numbers whose sum is exact; and one more
+    whose norm is quantised, which `groups_of` does to what the third gave."""
+    width = min(_CHECKED, made.half) // 2 // GROUP * GROUP or 8
+    norm = NormedSum(made)
+    places = (torch.arange(width, device=comm._device) % 13).view(1, -1)
+    residual, weight, results = places.to(torch.bfloat16), torch.ones_like(places[0]).float(), []
+    for call in range(3):
+        x = (places + comm.rank + call).to(torch.bfloat16)
+        results.append([y.cpu() for y in norm(x, residual.clone(), weight, 1e-6)])
+    coded = []
+    if width % GROUP == 0:
+        coded = [y.cpu() for y in norm.quantized(x, residual.clone(), weight, 1e-6, False)]
+    for call, (normed, summed) in enumerate(results):
+        place = torch.arange(width) % 13
+        ranks = comm.size * (place + call) + comm.size * (comm.size - 1) // 2
+        want = (ranks + place).double()
+        if wrong := int((summed[0].double() != want).sum()):
+            raise RuntimeError(f"call {call}: {wrong} of {width} sums are wrong")
+        want = want / (want.square().mean() + 1e-6).sqrt()
+        off = float((normed[0].double() - want).abs().max())
+        if off > 2.0**-8 * float(want.max()):
+            raise RuntimeError(f"call {call}: a norm is off by {off:.3g}")
+    if coded:
+        codes, scale = groups_of(normed)
+        same = torch.equal(codes.view(1, -1).float(), coded[0].float())
+        if not (same and torch.equal(scale, coded[1]) and torch.equal(summed, coded[2])):
+            raise RuntimeError("a norm is quantised otherwise than by torch")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

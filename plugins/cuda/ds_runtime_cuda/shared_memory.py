@@ -55,8 +55,16 @@ class SharedMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         before, _Meetings.count = _Meetings.count, None
-        symmetric.rendezvous(self._words, self.name)
+        self._met = symmetric.rendezvous(self._words, self.name)
         _Meetings.count = None if before is None else before + 1
+
+    def peers(self, rank: int) -> list[int]:
+        """Address of each rank's as this one, `rank`, reads it. Raises RuntimeError where torch has
+        put this rank's own elsewhere in what ranks share."""
+        found = list[int](self._met.buffer_ptrs)
+        if found[rank] != self._words.data_ptr():
+            raise RuntimeError("memory to share does not lie at the beginning of what is shared")
+        return found
 
     def part(self, count: int, dtype: torch.dtype) -> Tensor:
         """Its first `count` values."""

@@ -20,7 +20,7 @@ from ds_runtime.engine.trees.growth import Growth
 from ds_runtime.engine.trees.nodes import Drafted, Trees, moves, seen_by
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
-from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Pick
 from ds_runtime.sampling_params import SamplingParams
 from examples import examples
 

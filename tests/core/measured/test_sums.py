@@ -251,6 +251,11 @@ def test_kinds_that_ranks_could_not_set_up_are_in_no_plan_and_no_count(home, los
     costs({4: curves()}).write(found.own(H200))
     assembly = made(home, tp=4)
     assert assembly.summing(Sums(SumSizes(UPTO))) is assembly
+    fused = assembly.summing(Sums(SumSizes(UPTO), normed=True))
+    assert fused.plan == assembly.plan and fused.sums_said() == [
+        *assembly.sums_said(),
+        "one_shot sums are one kernel with the add and the norm after them",
+    ]
     left = SumSizes(tuple(one for one in UPTO if one[0] not in lost))
     other = assembly.summing(Sums(left))
     assert other.plan.sums == (

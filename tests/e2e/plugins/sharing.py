@@ -1,7 +1,7 @@
 """The CPU as a platform whose ranks have other kinds of all-reduce, made of Gloo's collectives.
 Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes. `$SUMS_LACKED`:
 rank and kind that this rank cannot set up, as "1 one_shot". `$ORDER_LACKED`: no rank can set up a
-kernel that adds ranks in order.
+kernel that adds ranks in order. Sums of bfloat16 are one call with the norm behind them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from ds_runtime.api import hookimpl
+from ds_runtime.ops.reference.norm import rms_norm_quantize
+from ds_runtime_cpu import small
 from ds_runtime_cpu.collectives import HostCommunicator
 from ds_runtime_cpu.platform import CpuPlatform
 
@@ -26,6 +28,9 @@ class Sharing(HostCommunicator):
         rank, *lacked = os.environ.get("SUMS_LACKED", "-1").split()
         kinds = {*KINDS} - {*lacked} if rank == str(self.rank) else KINDS
         return {kind: partial(self._sum, kind) for kind in kinds}
+
+    def normed_sum(self, nbytes):
+        return Normed(self, nbytes)
 
     def ordered_sum(self, values):
         return None if "ORDER_LACKED" in os.environ else self._in_order
@@ -58,6 +63,26 @@ class Sharing(HostCommunicator):
         if at := os.environ.get("SUMS_NOTED"):
             with Path(f"{at}.{self.rank}").open("a") as file:
                 file.write(f"{kind} {x.numel() * x.element_size()}\n")
+
+
+class Normed:
+    """One-shot sums with the norm behind them, by the CPU's own kernels."""
+
+    def __init__(self, comm, most):
+        self.comm, self.most = comm, most
+
+    def __call__(self, x, residual, weight, eps):
+        return small.add_rms_norm(self._sum("normed", x), residual, weight, eps)
+
+    def quantized(self, x, residual, weight, eps, ue8m0):
+        summed = self._sum("quantised", x) + residual
+        return *rms_norm_quantize(summed, weight, eps, 128, ue8m0), summed
+
+    def _sum(self, kind, x):
+        assert x.is_contiguous() and x.numel() * x.element_size() <= self.most
+        self.comm._note(kind, x)
+        rows = self.comm.gather_rows(x.view(1, -1)) if x.numel() else x.view(1, 0)
+        return self.comm._added(rows, x)
 
 
 class SharingPlatform(CpuPlatform):

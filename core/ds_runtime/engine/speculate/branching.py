@@ -23,7 +23,7 @@ from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contract import load_attr
-from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Pick
 
 _TREES = "ds_runtime.engine.trees.branches:TreeBranching"
 

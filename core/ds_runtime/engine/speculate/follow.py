@@ -15,7 +15,8 @@ from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import Batch, RowOrder
-from ds_runtime.parallel.exchange import Pending, Pick
+from ds_runtime.parallel.exchange import Pending
+from ds_runtime.parallel.row_order import Pick
 
 
 @dataclass(frozen=True, slots=True)

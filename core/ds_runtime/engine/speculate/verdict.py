@@ -30,8 +30,7 @@ from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put, taken
 from ds_runtime.ops.batch import Batch
-from ds_runtime.parallel.exchange import Pick
-from ds_runtime.parallel.row_order import Placed
+from ds_runtime.parallel.row_order import Pick, Placed
 
 
 class Judged(NamedTuple):

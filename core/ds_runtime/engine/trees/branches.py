@@ -21,7 +21,7 @@ from ds_runtime.engine.trees.drafting import Tree
 from ds_runtime.engine.trees.nodes import Trees, came_from, moves
 from ds_runtime.model.base import Moves
 from ds_runtime.ops.batch import Batch
-from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Pick
 
 
 class Branches:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.trees.nodes import Drafted, seen_by
-from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Pick
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from ds_runtime.engine.speculate.acceptance import Branch, Claims, Fronts, Sent
 from ds_runtime.engine.step.sampler import Nodes
 from ds_runtime.model.base import Moves
 from ds_runtime.ops.batch import TAIL
-from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Pick
 
 
 class Trees:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_runtime.parallel.sums.kinds import SumSizes
+from ds_runtime.parallel.sums.kinds import ONE_SHOT, SumSizes
+from ds_runtime.parallel.sums.normed import Summable, Unsummed, takes
 from ds_runtime.parallel.through import Through
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.platform.contract import Communicator, NormedSum
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -29,11 +30,37 @@ class BySize(Through):
             # A kind that one rank lacks would keep the others waiting.
             common = set(self._fast).intersection(*group.gather_objects([*self._fast]))
         self.sizes = SumSizes(tuple(one for one in sizes.upto if one[0] in common))
+        self._normed: NormedSum | None = None
+        # A communicator that was written before `normed_sum` was in the contract has none.
+        if (most := dict(self.sizes.upto).get(ONE_SHOT)) and hasattr(group, "normed_sum"):
+            self._normed = group.normed_sum(most)
+        if sizes.most > 0 and not all(group.gather_objects(self._normed is not None)):
+            self._normed = None
+
+    @property
+    def norms(self) -> bool:
+        """Whether one kernel sums few rows with the add and the norm after them."""
+        return self._normed is not None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype in _DTYPES and (sum_up := self._sum_of(x)) is not None:
             return sum_up(x.contiguous())
         return self._group.all_reduce(x)
 
+    def later(self, x: Tensor) -> Summable:
+        """The sum of x, whose consumer is an add with an RMSNorm after it: not made yet where one
+        kernel does all of it."""
+        if self._normed is None or not takes(x) or self._kind(x) != ONE_SHOT:
+            return self.all_reduce(x)
+        return Unsummed(x.contiguous(), self.all_reduce, self._normed)
+
+    def _kind(self, x: Tensor) -> str:
+        return self.sizes.kind(x.numel() * x.element_size())
+
     def _sum_of(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        return self._fast.get(self.sizes.kind(x.numel() * x.element_size()))
+        return self._fast.get(self._kind(x))
+
+
+def later(group: Communicator, x: Tensor) -> Summable:
+    """As `BySize.later`, of any group."""
+    return group.later(x) if isinstance(group, BySize) else group.all_reduce(x)

@@ -68,11 +68,13 @@ LIBRARY_ALONE: Final = SumSizes()
 class Sums:
     """Of the ranks that divide heads, whose sums follow attention and FFNs. said: for the plan, ""
     where the platform has the library's kind alone. at_once: where ranks add in their order, one
-    kernel adds few values."""
+    kernel adds few values. normed: sums of the one-shot kind are one kernel with the add and the
+    norm after them, which ranks know when they have set it up."""
 
     sizes: SumSizes = LIBRARY_ALONE
     said: str = ""
     at_once: bool = False
+    normed: bool = False
 
 
 LIBRARY_SUMS: Final = Sums()

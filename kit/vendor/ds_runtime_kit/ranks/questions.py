@@ -18,15 +18,17 @@ from ds_runtime.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.platform.contract import Communicator, Platform
+    from ds_runtime.platform.contract import Communicator, NormedSum, Platform
 
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "gather_rows", "all_to_all", "broadcast", "send_receive")
 GROUP_OPS = (*SUMS, *MOVES, "barrier", "gather_objects")
-OPTIONAL = ("ordered_sum", "fast_sums")
+OPTIONAL = ("ordered_sum", "fast_sums", "normed_sum")
 LATE = 0.05  # seconds
 _SHAPES = ((1, 8), (7, 33), (32, 7168))
 _FLOATS = ("float32", "bfloat16", "float16")
+_GROUP = 128  # values that share a scale
+_CODES = 4e-2  # as AddRmsNormQuantize's tolerance
 _BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
 
 
@@ -71,6 +73,9 @@ def _cases(
     if op == "fast_sums":
         yield from _fast(platform, comm)
         return
+    if op == "normed_sum":
+        yield from _normed(platform, comm)
+        return
     one, shape = partial(_one, platform, comm, op), _SHAPES[1]
     for dtype in (*_FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
         for size in _SHAPES:
@@ -109,6 +114,90 @@ def _fast(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callabl
         yield f"{kind}, a part of a tensor", apart
 
 
+def _normed(platform: Platform, comm: Communicator) -> Iterator[tuple[str, Callable[[], str]]]:
+    """None of a communicator that has no such sum."""
+    shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(3, 8), (2, 16384)]
+    most = max(math.prod(shape) for shape in shapes) * 2
+    made = comm.normed_sum(most) if hasattr(comm, "normed_sum") else None
+    if made is not None:
+        ask = partial(_with_norm, platform, comm, made)
+        for shape in shapes:
+            yield f"{shape}", partial(ask, shape)
+            for powers in (False, True) if shape[1] % _GROUP == 0 else ():
+                kind = "power-of-two" if powers else "float"
+                yield f"{kind} scales {shape}", partial(ask, shape, powers=powers)
+        yield "float32 weight", partial(ask, shapes[0], weights="float32")
+        yield "a rank late", partial(ask, shapes[1], late=comm.size - 1)
+        yield "no rows", partial(ask, (0, 8))
+
+
+def _with_norm(
+    platform: Platform,
+    comm: Communicator,
+    made: NormedSum,
+    shape: Sequence[int],
+    weights: str = "bfloat16",
+    late: int | None = None,
+    powers: bool | None = None,
+) -> str:
+    """Sums with the bits of parts that are added one by one in float32; norms within a unit in the
+    last place of those in float64, codes within AddRmsNormQuantize's; the same bits on all ranks.
+    """
+    import torch
+
+    draw = partial(drawn, platform, "bfloat16", shape, sum(shape), here=False)
+    xs, residual = [draw(r) for r in range(comm.size)], draw(comm.size)
+    weight = drawn(platform, weights, shape[1:], 1, 0, here=False)
+    device = platform.device(platform.local_rank or 0)
+    own = xs[comm.rank].to(device)
+    if comm.rank == late:
+        time.sleep(LATE)
+    given = own, residual.to(device), weight.to(device), 1e-6
+    found = made(*given) if powers is None else made.quantized(*given, powers)
+    *normed, summed = (one.cpu() for one in found)
+    # Every rank asks the others, also one that found something.
+    if differ := [said for one in (*normed, summed) if (said := _same_bits(comm, one))]:
+        return differ[0]
+    if not torch.equal(own.cpu(), xs[comm.rank]):
+        return "what was given has other values now"
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    want = total.bfloat16() + residual
+    if said := _other_form(summed, want):
+        return said
+    if wrong := int((summed != want).sum()):
+        return f"{wrong} of {want.numel()} sums are not those from rank 0 on"
+    exact = want.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    if powers is not None:
+        return _codes_wrong(exact.bfloat16(), normed[0], normed[1], powers)
+    if said := _other_form(normed[0], want):
+        return said
+    wrong = int(((normed[0].double() - exact).abs() > 2.0**-7 * exact.abs()).sum())
+    return f"{wrong} of {want.numel()} values of the norm are off" if wrong else ""
+
+
+def _other_form(found: Tensor, want: Tensor) -> str:
+    if (found.dtype, found.shape) == (want.dtype, want.shape):
+        return ""
+    return f"{found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
+
+
+def _codes_wrong(want: Tensor, codes: Tensor, scale: Tensor, powers: bool) -> str:
+    """Codes of rows `want`, as the contract judges those of a norm that is fused."""
+    from ds_runtime.ops.dtypes import fp8_vectors
+    from ds_runtime.ops.reference import judging
+
+    q, sizes = fp8_vectors(want.float().reshape(want.shape[0], -1, _GROUP), powers)
+    given, wanted = (want, _GROUP, powers), (q.reshape(want.shape), sizes)
+    for found, one in zip((codes, scale), wanted, strict=True):
+        if said := _other_form(found, one):
+            return said
+    judged: str = judging.fused_codes(lambda x: x, given, (codes, scale), wanted, _CODES)[1]
+    return judged
+
+
 def _summed(
     platform: Platform,
     comm: Communicator,
@@ -128,13 +217,13 @@ def _summed(
     own = flat[comm.rank].to(platform.device(platform.local_rank or 0))[begin:].view(*shape)
     if comm.rank == late:
         time.sleep(LATE)
-    found = run(own)
+    found = run(own).cpu()
+    differ = _same_bits(comm, found)  # every rank asks, also one that found something
     if not torch.equal(own.cpu(), xs[comm.rank]):
         return "what was given has other values now"
-    found = found.cpu()
     if found.dtype != xs[0].dtype or found.shape != xs[0].shape:
         return f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(shape)}"
-    return _sum_wrong(found, _sum(xs), xs, dtype) or _same_bits(comm, found)
+    return _sum_wrong(found, _sum(xs), xs, dtype) or differ
 
 
 def _same_bits(comm: Communicator, found: Tensor) -> str:
