@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contract import Dims, Routing
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes
+from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -348,7 +348,12 @@ def experts_work(s: Sizes, tokens: int) -> OpWork:
 
 
 def scored(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=4.0 * tokens * s.facts.dims["experts"])
+    """Logits, and the bias where the choice has one; weights and ids of the chosen."""
+    assert s.routing is not None
+    count, scoring = s.routing.num_experts, s.routing.scoring
+    biased = s.routing.method == "noaux_tc" or scoring == "sqrtsoftplus"
+    chosen = 8 * (s.routing.top_k + s.routing.shared)
+    return rows_of(tokens, 4 * count, chosen, 4.0 * count, once=4 * count * biased)
 
 
 class ExpertOps(Area):

@@ -79,6 +79,17 @@ def product(s: Sizes, out: int, cols: int, tokens: int) -> OpWork:
     )
 
 
+def rows_of(tokens: int, reads: float, writes: float, flops: float, once: float = 0.0) -> OpWork:
+    """Of an op whose rows are each for themselves. reads, writes, flops: of a row; once: bytes that
+    all rows read, such as the weight of a norm."""
+    return OpWork(0.0, tokens * reads + once, tokens * writes, tokens * flops)
+
+
+def coded(width: float) -> float:
+    """Bytes of a row of FP8 codes with their scales."""
+    return width + SCALE * (width // GROUP)
+
+
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
     """How many experts `tokens` tokens reach on average, if routing is even and independent."""
     return experts * (1 - (1 - top_k / experts) ** tokens)

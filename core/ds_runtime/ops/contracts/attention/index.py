@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.attention.index_keys import key_bytes, query_bytes
-from ds_runtime.ops.contracts.work import by_index
+from ds_runtime.ops.contracts.work import by_index, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -275,6 +275,12 @@ def _index_scores(s: Sizes, tokens: int) -> OpWork:
     )
 
 
+def _index_topk(s: Sizes, tokens: int) -> OpWork:
+    """Of the scores those of tokens that a row sees, and what says which these are."""
+    chosen = 4 * s.facts.dims["index_topk"]
+    return rows_of(tokens, 4 * s.context + 8, chosen, 1.0 * s.context)
+
+
 def _index_select(s: Sizes, tokens: int) -> OpWork:
     """What scores read and compute, without writing them."""
     return replace(_index_scores(s, tokens), writes=4 * s.facts.dims["index_topk"] * tokens)
@@ -319,6 +325,6 @@ class IndexOps(Area):
         results={"": lambda f, scores, lens, owners, table, size, k: _chosen(scores, k)},
         rows={"": (0, 1, 2)},
         judge=_judge_slots,
-        cost=Cost({"": (_topk_inputs, lambda s, n: OpWork())}, size=by_index),
+        cost=Cost({"": (_topk_inputs, _index_topk)}, size=by_index),
         summary="slots of the best tokens of each row",
     )
