@@ -56,7 +56,7 @@ class Cost:
     methods whose weights or cached tokens a decode step must read. source: what `pack` gets, where
     that is not one weight or a layer's experts. size: in words, what a token is where sites do not
     say it. by_width: rows have one width, which `Sizes` says. float32: computes in it whatever the
-    dtype.
+    dtype. chooses: of what a row sees; rows of a prompt are timed apart, as they see ever more.
     """
 
     calls: Mapping[str, tuple[Callable[..., tuple[Any, ...]], Callable[..., OpWork]]]
@@ -65,6 +65,7 @@ class Cost:
     size: Callable[..., str] = field(default=lambda sizes: "")
     by_width: bool = False
     float32: bool = False
+    chooses: bool = False
 
     def of_step(self, sizes: Any, tokens: int) -> OpWork:
         """Weights and cached tokens that a decode step must read. Activations are left out: they

@@ -89,12 +89,16 @@ def kinds(found):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("shape", ["tiny-v3", "tiny-v2-lite"])
-def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, dtype):
-    """All methods and how often, of a decode step and of one with prompts."""
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [("tiny-v3", PROMPT), ("tiny-v2-lite", PROMPT), ("tiny-v32", PROMPT), ("tiny-v32", 9)],
+)
+def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, length, dtype):
+    """All methods and how often, of a decode step and of one with prompts; where attention is
+    sparse, of prompts that see more tokens than they attend, and of others."""
     model = folder_of(tmp_path / "model", shape, dtype)
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
-    prompts = [[1 + i] * PROMPT for i in range(2)]
+    prompts = [[1 + i] * length for i in range(2)]
     with LLM(model, **SETTINGS) as llm:
         noted.clear()
         llm.generate(prompts, params)
@@ -107,7 +111,7 @@ def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, dtype):
             step = []
     settings = {**SETTINGS, "model": model}
     assembly = assemble(EngineConfig(**settings), set(settings))
-    first, last = Step("prefill", 2 * PROMPT, 2, 0, 2), Step("decode", 2, 2, PROMPT)
+    first, last = Step("prefill", 2 * length, 2, 0, 2), Step("decode", 2, 2, length)
     for step, seen in ((first, steps[0]), (last, steps[-1])):
         told = Counter()
         for call in calls(assembly, step):
