@@ -214,6 +214,8 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
     for fmt in ("dense", "fp8_block", "int8_channel", "int4_group"):
         label = f"{fmt} of other ranks"
         yield _experts_case(cases.Maker(facts, label), label, (4, 128, 128), fmt, absent=True)
+    label = "fp8 blocks of other ranks"  # as wide as matrix units want them
+    yield _experts_case(cases.Maker(facts, label), label, (5, 256, 256), "fp8_block", absent=True)
     quantised = (
         ("fp8", (4, 128, 128), 0),
         ("fp8 partial", (3, 192, 176), 0),
