@@ -68,6 +68,13 @@ class Step:
         """Tokens of a prompt that are new."""
         return max(1, self.rows // self.sequences)
 
+    def most(self, groups: int) -> int:
+        """Rows of the group that has the most: whole prompts, where sequences are divided."""
+        if self.phase == "decode":
+            return -(-self.rows // groups)
+        longest = -(-self.rows // self.sequences)
+        return min(self.rows, -(-self.sequences // groups) * longest)
+
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
@@ -141,7 +148,7 @@ def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
     bound = {(s.layer, s.module, s.op): k for s, k in binding.choices if k is not None}
-    own, scored = -(-step.rows // mesh.attn_dp), _scored(assembly, step)
+    own, scored = step.most(mesh.attn_dp), _scored(assembly, step)
     for site, kernel in binding.choices:
         if kernel is None or site.role == DRAFT:
             continue
@@ -263,7 +270,12 @@ def _fed(site: Site, bound: Bound) -> bool:
 
 
 def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
-    """Of a call: of this rank's own sequences, or of those of all groups."""
+    """Of a call: of this rank's own sequences, or of those of all groups. Behind the attention of
+    the last layer those alone whose logits are wanted, where they are few."""
+    model = assembly.model
+    if site.module.startswith(MLP) and site.layer == model.layers - 1 and model.hybrid is None:
+        wanted = -(-step.wanted // assembly.mesh.attn_dp)
+        own = wanted if wanted <= own // 2 else own
     every = own * assembly.mesh.attn_dp
     if site.module in (HEAD, "sampler", "norm"):
         return step.wanted
@@ -317,7 +329,7 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
     if mesh.size == 1:
         return
     crossing, layers = Crossing.of(assembly), assembly.model.layers
-    groups, heads, own = mesh.attn_dp, mesh.attn_tp, -(-step.rows // mesh.attn_dp)
+    groups, heads, own = mesh.attn_dp, mesh.attn_tp, step.most(mesh.attn_dp)
     width, every, wanted = crossing.width, own * mesh.attn_dp, step.wanted
     kind = LIBRARY if crossing.in_order else crossing.sum_kind(own)
     if heads > 1:  # behind attention; and behind a FFN, where there are groups

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -176,3 +178,23 @@ def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
     assert ranks.tp * each["experts"] == pytest.approx(alone["experts"])
     assert ranks.tp * each["mla_decode"] == pytest.approx(alone["mla_decode"])
     assert each["linear"] <= alone["linear"] <= ranks.tp * each["linear"] * (1 + 1e-9)
+
+
+@given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 300))
+def test_groups_are_filled_up_to_the_one_with_the_most_prompts(groups, count, each):
+    """A prompt is of one group, however long it is."""
+    step = Step("prefill", count * each, count, 0, count)
+    shares = [sum(each for i in range(count) if i % groups == group) for group in range(groups)]
+    assert step.most(groups) == max(shares)
+    assert Step("decode", count, count, each).most(groups) == -(-count // groups)
+
+
+def test_behind_the_last_attention_few_rows_are_wanted(tmp_path):
+    """Those whose logits are, of the FFN of the last layer alone."""
+    model = folder_of(tmp_path / "model", "tiny-v3", "bfloat16")
+    settings = {**SETTINGS, "model": model}
+    assembly = assemble(EngineConfig(**settings), set(settings))
+    routed = [c.rows for c in calls(assembly, Step("prefill", 96, 2, 0, 2)) if c.op == "experts"]
+    assert assembly.model.layers == 3 and routed == [96, 2]
+    every = [c.rows for c in calls(assembly, Step("prefill", 3, 3, 0, 3)) if c.op == "experts"]
+    assert every == [3, 3]
