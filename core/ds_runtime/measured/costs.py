@@ -159,6 +159,17 @@ class Costs:
         curve = [(float(size), seconds) for size, seconds in by_ranks[near]]
         return _on(curve, same, curve[0][1])
 
+    def with_kernels(self, found: Mapping[str, KernelCost]) -> Costs:
+        """The same with these points. They take the place of those that were measured at the same
+        places: places that have a point of the same rows, bytes and FLOPs are the same."""
+        merged = dict(self.kernels)
+        for name, new in found.items():
+            sizes = {_size(point) for point in new.points}
+            old = self.kernels[name].points if name in self.kernels else ()
+            kept = [s for s in _series(old) if sizes.isdisjoint(map(_size, s))]
+            merged[name] = replace(new, points=(*(p for s in kept for p in s), *new.points))
+        return replace(self, kernels=dict(sorted(merged.items())))
+
     def with_collectives(self, found: Mapping[str, Collective]) -> Costs:
         """The same with these, which take the place of those of the same kind and ranks."""
         merged = {
@@ -310,6 +321,10 @@ def _packed(costs: Costs) -> dict[str, Any]:
             if (value := raw["kernels"][name].pop(extra)) is not None:
                 raw["kernels"][name][extra] = float(f"{value:.4g}")
     return {"format": FORMAT, **raw}
+
+
+def _size(point: Point) -> tuple[int, float, float]:
+    return point.rows, point.nbytes, point.flops
 
 
 def _series(points: Sequence[Point]) -> list[list[Point]]:

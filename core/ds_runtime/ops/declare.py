@@ -52,11 +52,11 @@ class Cost:
     """How an op is timed, and what a call must move and compute.
 
     calls: by method, "" for a function: the arguments but for `packed` and `state`, made by a
-    `TrueInputs` for a number of tokens. Also the work, of `Sizes`, for that number. It may be FLOPs
-    alone: then a call reads its arguments and writes its results, each once. step: the methods
-    whose weights or cached tokens a decode step must read. source: what `pack` gets, where that is
-    not one weight or a layer's experts. size: in words, what a token is where sites do not say it.
-    by_width: rows have one width, which `Sizes` says. float32: computes in it whatever the dtype.
+    `TrueInputs` for a number of tokens. Also the work, of `Sizes`, for that number. step: the
+    methods whose weights or cached tokens a decode step must read. source: what `pack` gets, where
+    that is not one weight or a layer's experts. size: in words, what a token is where sites do not
+    say it. by_width: rows have one width, which `Sizes` says. float32: computes in it whatever the
+    dtype. chooses: of what a row sees; rows of a prompt are timed apart, as they see ever more.
     """
 
     calls: Mapping[str, tuple[Callable[..., tuple[Any, ...]], Callable[..., OpWork]]]
@@ -65,6 +65,7 @@ class Cost:
     size: Callable[..., str] = field(default=lambda sizes: "")
     by_width: bool = False
     float32: bool = False
+    chooses: bool = False
 
     def of_step(self, sizes: Any, tokens: int) -> OpWork:
         """Weights and cached tokens that a decode step must read. Activations are left out: they

@@ -12,11 +12,13 @@ from typing import Literal
 
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.description.sites import INDEXER_TREE
 from ds_runtime.description.tree import (
     ATTENTION,
     DOWN,
     EMBEDDING,
     HEAD,
+    INDEXER,
     MLP,
     Q_B,
     QKV_A,
@@ -26,6 +28,7 @@ from ds_runtime.description.tree import (
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
+from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
@@ -34,6 +37,8 @@ from ds_runtime.parallel.sums.kinds import LIBRARY
 Phase = Literal["decode", "prefill"]
 Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
 APART = {"logprobs", "mask_logits"}  # that a request asks for
+PROMPTS = "prompts"  # in place of the method, where rows of prompts are timed apart
+SCORED = {"index_scores", "index_topk"}  # which take few rows at once of long sequences
 _IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in (QKV_A, Q_B))}
@@ -49,8 +54,8 @@ _FED = {  # the end of a module → where the op in front of it is, and which: i
 @dataclass(frozen=True, slots=True)
 class Step:
     """rows: of all sequences, tokens that go through the layers; wanted: rows that go through the
-    head; context: cached tokens of each sequence; sequences: in a prefill, prompts of
-    rows / sequences tokens each."""
+    head; context: cached tokens of each sequence, in front of a prompt those of its beginning;
+    sequences: in a prefill, prompts of rows / sequences tokens each."""
 
     phase: Phase
     rows: int
@@ -58,12 +63,25 @@ class Step:
     context: int = 0
     sequences: int = 1
 
+    @property
+    def each(self) -> int:
+        """Tokens of a prompt that are new."""
+        return max(1, self.rows // self.sequences)
+
+    def most(self, groups: int) -> int:
+        """Rows of the group that has the most: whole prompts, where sequences are divided."""
+        if self.phase == "decode":
+            return -(-self.rows // groups)
+        longest = -(-self.rows // self.sequences)
+        return min(self.rows, -(-self.sequences // groups) * longest)
+
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
     """One method of a kernel at a place. rows: of the call; work: by rows; captured: in the
     part of a step that is captured; count: how often it is made; branch: of which of two sides, if
-    a capture may hold it in parallel with the other."""
+    a capture may hold it in parallel with the other; prompts: its rows choose what they see of a
+    prompt."""
 
     op: str
     kernel: Kernel
@@ -73,11 +91,17 @@ class PricedCall:
     captured: bool
     count: int = 1
     branch: Branch = ""
+    prompts: bool = False
 
     @property
     def name(self) -> str:
         """As in `Costs.kernels`."""
-        return key(self.kernel, self.method)
+        return key(self.kernel, PROMPTS if self.prompts else self.method)
+
+    @property
+    def said(self) -> str:
+        """For people."""
+        return f"{self.kernel.name} (prompts)" if self.prompts else self.kernel.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +148,19 @@ def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
     bound = Bound(binding.choices)
-    own = -(-step.rows // mesh.attn_dp)
+    own, scored = step.most(mesh.attn_dp), _scored(assembly, step)
     for site, kernel in binding.choices:
         if kernel is None or site.role == DRAFT:
             continue
-        count = _count(site, step, bound)
+        count = _count(site, step, bound, scored)
         if not count or not (rows := _rows(assembly, site, step, own)):
             continue
+        if site.op in SCORED:
+            count *= (parts := -(-rows // scored_rows(_width(assembly, step))))
+            rows = -(-rows // parts)
         shares = binding.shares.get((site.op, site.layer, site.module))
         sizes = _sizes(assembly, site, step, bound)
-        for method in _methods(site, step, bound):
+        for method in _methods(site, step, bound, scored):
             serves = serving(shares, kernel, method, rows)
             held = "dense"
             if site.weight_format in serves.keeps:
@@ -147,7 +174,26 @@ def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
                 site.captured and step.phase == "decode",
                 count,
                 _branch(site),
+                sizes.prompt,
             )
+
+
+def _scored(assembly: Assembly, step: Step) -> bool | None:
+    """Whether an indexer chooses what rows attend, as `model.indexer.Selection` says; None: there
+    is none, or it always does."""
+    model, base = assembly.model, assembly.binding.base
+    if model.indexing is None or model.hybrid is not None:
+        return None
+    if step.phase == "decode":
+        always = base.graph_capture or base.batch_invariant
+        return always or step.context + 1 > model.indexing.top_k
+    return step.context + step.each > model.indexing.top_k
+
+
+def _width(assembly: Assembly, step: Step) -> int:
+    """Columns of the scores of a row: whole pages."""
+    page, new = assembly.config.page_size, step.each if step.phase == "prefill" else 1
+    return -(-(step.context + new) // page) * page
 
 
 def _branch(site: Site) -> Branch:
@@ -176,9 +222,13 @@ class Bound:
         return self._ops.get((layer, module), set())
 
 
-def _count(site: Site, step: Step, bound: Bound) -> int:
+def _count(site: Site, step: Step, bound: Bound, scored: bool | None) -> int:
     """How often a step calls the op of a place; 0 where others do its work."""
     if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
+        return 0
+    if site.module == INDEXER_TREE:  # of drafts
+        return 0
+    if scored is not None and (only := _where(site)) is not None and scored != only:
         return 0
     if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
         return 0
@@ -189,6 +239,16 @@ def _count(site: Site, step: Step, bound: Bound) -> int:
         up = bound.at(site.layer, f"{ATTENTION}.{Q_B}")
         return int("linear" in up and "rms_norm_quantize" not in here)
     return int(not any(site.op in OPS[other].uses for other in here - _IN_PREFIX))
+
+
+def _where(site: Site) -> bool | None:
+    """Whether a place is for rows that an indexer chooses for, or for others; None: for all."""
+    if site.op == "sparse_prefill":
+        return True
+    if site.op == "mha_prefill":
+        return False
+    chooses = site.module.startswith(INDEXER) and site.op != "index_prologue"  # keys are kept
+    return True if chooses else None
 
 
 def _in_one(layer: int, step: Step, bound: Bound) -> bool:
@@ -204,13 +264,13 @@ def _norms(here: set[str], layer: int) -> tuple[str, str]:
     return (quantises if quantises in here else first), "add_rms_norm"
 
 
-def _methods(site: Site, step: Step, bound: Bound) -> tuple[str, ...]:
+def _methods(site: Site, step: Step, bound: Bound, scored: bool | None) -> tuple[str, ...]:
     cost = OPS[site.op].cost
     assert cost is not None, site.op
     if site.op == "mla_absorb":
         if _in_one(site.layer, step, bound):
             return ("apply_v",)
-        return cost.step if step.phase == "decode" else ("expand",)
+        return cost.step if step.phase == "decode" or scored else ("expand",)
     if site.op == "linear" and _fed(site, bound):
         return ("apply_quantized",)
     return tuple(cost.calls)
@@ -226,7 +286,12 @@ def _fed(site: Site, bound: Bound) -> bool:
 
 
 def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
-    """Of a call: of this rank's own sequences, or of those of all groups."""
+    """Of a call: of this rank's own sequences, or of those of all groups. Behind the attention of
+    the last layer those alone whose logits are wanted, where they are few."""
+    model = assembly.model
+    if site.module.startswith(MLP) and site.layer == model.layers - 1 and model.hybrid is None:
+        wanted = -(-step.wanted // assembly.mesh.attn_dp)
+        own = wanted if wanted <= own // 2 else own
     every = own * assembly.mesh.attn_dp
     if site.module in (HEAD, "sampler", "norm"):
         return step.wanted
@@ -251,6 +316,7 @@ def _sizes(assembly: Assembly, site: Site, step: Step, bound: Bound) -> Sizes:
         context=step.context,
         vocab=padded(model.vocab_size, assembly.config.tp),
         routing=model.routing,
+        prompt=step.phase == "prefill" and cost is not None and cost.chooses,
     )
 
 
@@ -258,8 +324,10 @@ def _work(kernel: Kernel, method: str, sizes: Sizes, step: Step) -> Callable[[in
     cost = kernel.op.cost
     assert cost is not None
     of = cost.calls["apply" if method == "apply_quantized" else method][1]
+    each = step.each
+    if sizes.prompt:
+        return lambda rows: _times(of(sizes, each), rows / each)
     if step.phase == "prefill" and kernel.op.by_sequence:
-        each = max(1, step.rows // step.sequences)
         return lambda rows: _times(of(sizes, min(each, rows)), max(1.0, rows / each))
     return lambda rows: as_read(of(sizes, rows), kernel, sizes.facts)
 
@@ -275,7 +343,7 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
     if mesh.size == 1:
         return
     crossing, layers = Crossing.of(assembly), assembly.model.layers
-    groups, heads, own = mesh.attn_dp, mesh.attn_tp, -(-step.rows // mesh.attn_dp)
+    groups, heads, own = mesh.attn_dp, mesh.attn_tp, step.most(mesh.attn_dp)
     width, every, wanted = crossing.width, own * mesh.attn_dp, step.wanted
     kind = LIBRARY if crossing.in_order else crossing.sum_kind(own)
     if heads > 1:  # behind attention; and behind a FFN, where there are groups

@@ -49,10 +49,11 @@ def decode(requests: int, context: int) -> Step:
     return Step("decode", requests, requests, context)
 
 
-def prefill(tokens: int, prompt: int) -> Step:
-    """A step of `tokens` tokens, in prompts of `prompt` tokens each."""
+def prefill(tokens: int, prompt: int, context: int = 0) -> Step:
+    """A step of `tokens` tokens, in prompts of `prompt` tokens each, behind `context` cached ones
+    of each. Where attention is dense, these are left out."""
     count = max(1, tokens // prompt)
-    return Step("prefill", tokens, count, 0, count)
+    return Step("prefill", tokens, count, context, count)
 
 
 def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
@@ -124,15 +125,15 @@ def _seconds(costs: Costs, call: PricedCall, found: Predicted, dtype: str) -> fl
     work = call.work(call.rows)
     name = _measured(costs, call)
     if name is None:
-        found.unmeasured.add(call.kernel.name)
+        found.unmeasured.add(call.said)
         return costs.unmeasured(work, arithmetic(call.kernel, dtype))
     cost, seconds = costs.kernels[name], costs.seconds(name, call.rows, work)
     if costs.is_far(name, call.rows, work):
-        found.far.add(call.kernel.name)
+        found.far.add(call.said)
     if found.step.phase == "decode" or not costs.multiplies(work, cost.arithmetic, seconds):
         return seconds
     if cost.lasting is None:
-        found.unlasting.add(call.kernel.name)
+        found.unlasting.add(call.said)
     return seconds * (cost.lasting or 1.0)
 
 
@@ -147,7 +148,7 @@ def _queue(costs: Costs, call: PricedCall, found: Predicted) -> float:
     name = _measured(costs, call)
     seconds = None if name is None else costs.kernels[name].queue
     if seconds is None:
-        found.unqueued.add(call.kernel.name)
+        found.unqueued.add(call.said)
     return costs.launch if seconds is None else seconds
 
 
@@ -254,7 +255,8 @@ def _as_json(one: Predicted) -> dict[str, Any]:
 
 
 def predictions(assembly: Assembly, costs: Costs, context: int) -> Iterator[Predicted]:
-    """Of decode steps of `BATCHES`, as many as run at once, and of a whole step of prompts."""
+    """Of decode steps of `BATCHES`, as many as run at once, and of a whole step of prompts; where
+    rows of long prompts choose what they attend, of one such prompt as well."""
     most = assembly.config.max_running_requests
     if (fits := room.cached_tokens(assembly)) is not None:
         most = min(most, fits // context)
@@ -263,6 +265,9 @@ def predictions(assembly: Assembly, costs: Costs, context: int) -> Iterator[Pred
         yield predict(assembly, costs, decode(requests, context))
     tokens = min(assembly.config.max_step_tokens, assembly.config.chunked_prefill_size)
     yield predict(assembly, costs, prefill(tokens, min(PROMPT, tokens)))
+    indexing = assembly.model.indexing
+    if indexing is not None and tokens > max(PROMPT, indexing.top_k):
+        yield predict(assembly, costs, prefill(tokens, tokens))
 
 
 def _parts(one: Predicted) -> str:

@@ -45,7 +45,7 @@ def measured(assembly, only=(), tokens=(1, 3), kernels=()):
 
 
 def timed(measurement, group):
-    place = measurement._place(group, group.bound)
+    place = measurement.place(group, group.bound)
     return Timed(group.bound, place, measurement._memory())
 
 
@@ -86,7 +86,8 @@ def test_every_bound_kernel_of_a_model_is_measured(shape, weights, flags):
 def test_rates_follow_from_time_and_work():
     (figure,) = measured(assembly := assembled(), ["route"], [4])
     nbytes = 4 * (16 * 4 + 4 * 8) + 16 * 4  # logits, weights and ids, and the bias
-    flops = OPS["route"].cost.calls[""][1](Sizes(facts=assembly.facts), 4).flops
+    sizes = Sizes(facts=assembly.facts, routing=assembly.model.routing)
+    flops = OPS["route"].cost.calls[""][1](sizes, 4).flops
     assert flops == 4 * 4 * 16
     assert figure.gb_per_s == pytest.approx(nbytes / figure.us / 1e3)
     assert figure.gflop_per_s == pytest.approx(flops / figure.us / 1e3)

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -89,12 +91,16 @@ def kinds(found):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("shape", ["tiny-v3", "tiny-v2-lite"])
-def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, dtype):
-    """All methods and how often, of a decode step and of one with prompts."""
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [("tiny-v3", PROMPT), ("tiny-v2-lite", PROMPT), ("tiny-v32", PROMPT), ("tiny-v32", 9)],
+)
+def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, length, dtype):
+    """All methods and how often, of a decode step and of one with prompts; where attention is
+    sparse, of prompts that see more tokens than they attend, and of others."""
     model = folder_of(tmp_path / "model", shape, dtype)
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
-    prompts = [[1 + i] * PROMPT for i in range(2)]
+    prompts = [[1 + i] * length for i in range(2)]
     with LLM(model, **SETTINGS) as llm:
         noted.clear()
         llm.generate(prompts, params)
@@ -107,7 +113,7 @@ def test_a_step_makes_the_calls_that_are_counted(tmp_path, noted, shape, dtype):
             step = []
     settings = {**SETTINGS, "model": model}
     assembly = assemble(EngineConfig(**settings), set(settings))
-    first, last = Step("prefill", 2 * PROMPT, 2, 0, 2), Step("decode", 2, 2, PROMPT)
+    first, last = Step("prefill", 2 * length, 2, 0, 2), Step("decode", 2, 2, length)
     for step, seen in ((first, steps[0]), (last, steps[-1])):
         told = Counter()
         for call in calls(assembly, step):
@@ -172,3 +178,23 @@ def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
     assert ranks.tp * each["experts"] == pytest.approx(alone["experts"])
     assert ranks.tp * each["mla_decode"] == pytest.approx(alone["mla_decode"])
     assert each["linear"] <= alone["linear"] <= ranks.tp * each["linear"] * (1 + 1e-9)
+
+
+@given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 300))
+def test_groups_are_filled_up_to_the_one_with_the_most_prompts(groups, count, each):
+    """A prompt is of one group, however long it is."""
+    step = Step("prefill", count * each, count, 0, count)
+    shares = [sum(each for i in range(count) if i % groups == group) for group in range(groups)]
+    assert step.most(groups) == max(shares)
+    assert Step("decode", count, count, each).most(groups) == -(-count // groups)
+
+
+def test_behind_the_last_attention_few_rows_are_wanted(tmp_path):
+    """Those whose logits are, of the FFN of the last layer alone."""
+    model = folder_of(tmp_path / "model", "tiny-v3", "bfloat16")
+    settings = {**SETTINGS, "model": model}
+    assembly = assemble(EngineConfig(**settings), set(settings))
+    routed = [c.rows for c in calls(assembly, Step("prefill", 96, 2, 0, 2)) if c.op == "experts"]
+    assert assembly.model.layers == 3 and routed == [96, 2]
+    every = [c.rows for c in calls(assembly, Step("prefill", 3, 3, 0, 3)) if c.op == "experts"]
+    assert every == [3, 3]

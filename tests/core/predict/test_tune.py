@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +50,56 @@ def test_a_part_does_not_replace_the_users_file(own, capsys, part):
     good(device).write(path)
     assert main(["tune", "costs", *CPU, *part]) == 1
     said = capsys.readouterr().err
-    assert f"{path}: holds costs; a part of them would replace all: give --out FILE" in said
+    assert (
+        f"{path}: holds costs; a part of them would replace all: give --out FILE, or --add" in said
+    )
     assert Costs.read(path) == good(device)
+
+
+def test_a_part_is_added_to_what_the_file_holds(own, capsys, monkeypatch):
+    """Points of the same place are replaced, and all else stays, rates and dates with it."""
+    device, path = own
+    made = good(device)
+    made.write(path)
+    new = {"a.b:apply": KernelCost("linear", "bfloat16", (Point(1, 1, 1, 2),))}
+    found = replace(made, bandwidth=5.0, kernels=new)
+    monkeypatch.setattr(tune.Tuning, "add", lambda *args: None)
+    monkeypatch.setattr(tune.Tuning, "costs", lambda self: found)
+    assert main(["tune", "costs", *CPU, "--add", "--op", "linear"]) == 0
+    assert Costs.read(path) == replace(made, kernels=new)
+    path.unlink()
+    assert main(["tune", "costs", *CPU, "--add", "--op", "linear", "--out", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert f"run ds-runtime tune costs --out {path} first" in said and not path.exists()
+
+
+places = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5, unique=True).map(sorted), max_size=4
+)
+
+
+@given(places, places)
+def test_a_place_that_is_measured_again_has_new_points_alone(old, new):
+    """A place has bytes of its own here: those of its number."""
+
+    def kernel(series, seconds):
+        points = [Point(n, at + 1, n, seconds) for at, rows in enumerate(series) for n in rows]
+        return {"a:b": KernelCost("linear", "bfloat16", tuple(points))} if points else {}
+
+    before = replace(good("x"), kernels=kernel(old, 1.0))
+    after = before.with_kernels(kernel(new, 2.0)).kernels
+    if not new:
+        assert after == before.kernels
+        return
+    points = after["a:b"].points
+    assert {p for p in points if p.seconds == 2.0} == set(kernel(new, 2.0)["a:b"].points)
+    left = {(p.rows, int(p.nbytes) - 1) for p in points if p.seconds == 1.0}
+    again = {at for at, rows in enumerate(new) if at < len(old) and set(rows) & set(old[at])}
+    # Old places that follow each other are one series where rows keep rising: they go together.
+    assert all(at not in again for _, at in left)
+    joined = any(b[0] > a[-1] for a, b in pairwise(old))
+    if not joined:
+        assert left == {(n, at) for at, rows in enumerate(old) if at not in again for n in rows}
 
 
 @pytest.mark.parametrize("exists", [True, False])

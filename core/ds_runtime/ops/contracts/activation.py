@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ds_runtime.ops.contracts.results import codes, half, name_of
-from ds_runtime.ops.contracts.work import GROUP
+from ds_runtime.ops.contracts.work import GROUP, coded, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -72,8 +72,12 @@ def silu_mul_quantize_samples(facts: Facts) -> Iterator[Case]:
         yield cases.case(label, facts, make.inside(x), 128, ue8m0)
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=5.0 * tokens * s.width)
+def _multiplied(s: Sizes, tokens: int) -> OpWork:
+    return rows_of(tokens, 2 * s.width * s.item, s.width * s.item, 5.0 * s.width)
+
+
+def _rounded(s: Sizes, tokens: int) -> OpWork:
+    return rows_of(tokens, 2 * s.width * s.item, coded(s.width), 5.0 * s.width)
 
 
 class ActivationOps(Area):
@@ -86,7 +90,7 @@ class ActivationOps(Area):
         rows={"": (0,)},
         contiguous=True,
         compiles=True,
-        cost=Cost({"": (lambda p, n: (p.normal(n, 2 * p.width),), _flops)}, by_width=True),
+        cost=Cost({"": (lambda p, n: (p.normal(n, 2 * p.width),), _multiplied)}, by_width=True),
         summary="SwiGLU activation",
     )
     silu_mul_quantize: SiluMulQuantize = op(
@@ -99,7 +103,7 @@ class ActivationOps(Area):
         uses=("silu_mul",),
         compiles=True,
         cost=Cost(
-            {"": (lambda p, n: (p.normal(n, 2 * p.width), GROUP, False), _flops)}, by_width=True
+            {"": (lambda p, n: (p.normal(n, 2 * p.width), GROUP, False), _rounded)}, by_width=True
         ),
         summary="SwiGLU activation and FP8 quantisation, fused",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ds_runtime.ops.contract import Routing
 from ds_runtime.ops.contracts import moe
 from ds_runtime.ops.contracts.results import form, half, name_of
-from ds_runtime.ops.contracts.work import by_choice
+from ds_runtime.ops.contracts.work import by_choice, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def _routed_tokens(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return *moe.routed_tokens(p, tokens), _LIMIT
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=7.0 * tokens * s.width)
+def _multiplied(s: Sizes, tokens: int) -> OpWork:
+    return rows_of(tokens, 2 * s.width * s.item, s.width * s.item, 7.0 * s.width)
 
 
 class LimitedOps(Area):
@@ -167,7 +167,7 @@ class LimitedOps(Area):
         contiguous=True,
         compiles=True,
         cost=Cost(
-            {"": (lambda p, n: (p.normal(n, 2 * p.width), _LIMIT), _flops)},
+            {"": (lambda p, n: (p.normal(n, 2 * p.width), _LIMIT), _multiplied)},
             by_width=True,
         ),
         summary="SwiGLU activation of limited values",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ds_runtime.ops.contracts.results import codes, name_of, of_weight
-from ds_runtime.ops.contracts.work import GROUP, ID, by_vocab, product
+from ds_runtime.ops.contracts.work import GROUP, ID, by_vocab, coded, product, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 from ds_runtime.ops.formats import FORMATS
 
@@ -340,7 +340,8 @@ def _grouped(s: Sizes, tokens: int) -> OpWork:
 
 
 def _rounded(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=3.0 * tokens * s.facts.dims["hidden"])
+    hidden = s.facts.dims["hidden"]
+    return rows_of(tokens, hidden * s.item, coded(hidden), 3.0 * hidden)
 
 
 class EmbeddingOps(Area):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ds_runtime.ops.contracts.work import rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -104,8 +105,11 @@ def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     )
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=2.0 * tokens * _RANK * sum(s.facts.shape))
+def _added(s: Sizes, tokens: int) -> OpWork:
+    out, cols = s.facts.shape
+    once = _SLOTS * _RANK * (out + cols) * s.item
+    flops = 2.0 * _RANK * (out + cols)
+    return rows_of(tokens, (out + cols) * s.item + 4, out * s.item, flops, once)
 
 
 class AdapterOps(Area):
@@ -116,6 +120,6 @@ class AdapterOps(Area):
         tolerance={"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
         rows={"": (0, 1, 4)},
         writes=("y",),
-        cost=Cost({"": (_inputs, _flops)}),
+        cost=Cost({"": (_inputs, _added)}),
         summary="what low-rank adapters add, several per batch",
     )

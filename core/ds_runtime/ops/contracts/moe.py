@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contract import Dims, Routing
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes
+from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
     for fmt in ("dense", "fp8_block", "int8_channel", "int4_group"):
         label = f"{fmt} of other ranks"
         yield _experts_case(cases.Maker(facts, label), label, (4, 128, 128), fmt, absent=True)
+    label = "fp8 blocks of other ranks"  # as wide as matrix units want them
+    yield _experts_case(cases.Maker(facts, label), label, (5, 256, 256), "fp8_block", absent=True)
     quantised = (
         ("fp8", (4, 128, 128), 0),
         ("fp8 partial", (3, 192, 176), 0),
@@ -356,7 +358,12 @@ def experts_work(s: Sizes, tokens: int) -> OpWork:
 
 
 def scored(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=4.0 * tokens * s.facts.dims["experts"])
+    """Logits, and the bias where the choice has one; weights and ids of the chosen."""
+    assert s.routing is not None
+    count, scoring = s.routing.num_experts, s.routing.scoring
+    biased = s.routing.method == "noaux_tc" or scoring == "sqrtsoftplus"
+    chosen = 8 * (s.routing.top_k + s.routing.shared)
+    return rows_of(tokens, 4 * count, chosen, 4.0 * count, once=4 * count * biased)
 
 
 class ExpertOps(Area):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import codes, form
-from ds_runtime.ops.contracts.work import GROUP
-from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
+from ds_runtime.ops.contracts.work import GROUP, coded, rows_of
+from ds_runtime.ops.declare import Area, Cost, later, op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from ds_runtime.ops.contract import Facts
     from ds_runtime.ops.contracts.work import Sizes
+    from ds_runtime.ops.declare import OpWork
     from ds_runtime.ops.reference.cases import Case
     from ds_runtime.ops.reference.inputs import TrueInputs
 
@@ -191,8 +192,15 @@ def _two_quantised_rows(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return *_two_rows(p, tokens), GROUP, False
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=4.0 * tokens * s.width)
+def _normed(parts: int, written: int, codes: bool) -> Callable[[Sizes, int], OpWork]:
+    """parts: rows of the model's width that are read, written: that are written, beside codes."""
+
+    def work(s: Sizes, tokens: int) -> OpWork:
+        row = s.width * s.item
+        writes = written * row + (coded(s.width) if codes else 0.0)
+        return rows_of(tokens, parts * row, writes, 4.0 * s.width, once=row)
+
+    return work
 
 
 class NormOps(Area):
@@ -205,7 +213,7 @@ class NormOps(Area):
         rows={"": (0,)},
         contiguous=True,
         compiles=True,
-        cost=Cost({"": (_rows, _flops)}, by_width=True),
+        cost=Cost({"": (_rows, _normed(1, 1, False))}, by_width=True),
         summary="root-mean-square norm",
     )
     add_rms_norm: AddRmsNorm = op(
@@ -217,7 +225,7 @@ class NormOps(Area):
         composition=f"{__name__}:compose_add_rms_norm",
         uses=("rms_norm",),
         compiles=True,
-        cost=Cost({"": (_two_rows, _flops)}, by_width=True),
+        cost=Cost({"": (_two_rows, _normed(2, 2, False))}, by_width=True),
         summary="residual add and norm, fused",
     )
     rms_norm_quantize: RmsNormQuantize = op(
@@ -229,7 +237,7 @@ class NormOps(Area):
         optional=True,
         uses=("rms_norm",),
         compiles=True,
-        cost=Cost({"": (_quantised_rows, _flops)}, by_width=True),
+        cost=Cost({"": (_quantised_rows, _normed(1, 0, True))}, by_width=True),
         summary="root-mean-square norm and FP8 quantisation, fused",
     )
     add_rms_norm_quantize: AddRmsNormQuantize = op(
@@ -243,6 +251,6 @@ class NormOps(Area):
         optional=True,
         uses=("add_rms_norm",),
         compiles=True,
-        cost=Cost({"": (_two_quantised_rows, _flops)}, by_width=True),
+        cost=Cost({"": (_two_quantised_rows, _normed(2, 1, True))}, by_width=True),
         summary="residual add, norm and FP8 quantisation, fused",
     )

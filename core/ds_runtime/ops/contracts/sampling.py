@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import by_vocab
+from ds_runtime.ops.contracts.work import ID, by_vocab, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -191,8 +191,18 @@ def _asked(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return p.float32(tokens, p.vocab), ids, _BEST
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=3.0 * tokens * s.vocab)
+def _forbidden(s: Sizes, tokens: int) -> OpWork:
+    """A mask has a bit for each logit."""
+    return rows_of(tokens, 4 * (s.vocab + -(-s.vocab // 32) + 1), 4 * s.vocab, 0.0)
+
+
+def _sampled(s: Sizes, tokens: int) -> OpWork:
+    """Four parameters of a row, and a uniform number of float64."""
+    return rows_of(tokens, 4 * (s.vocab + 4) + 8, ID, 3.0 * s.vocab)
+
+
+def _rated(s: Sizes, tokens: int) -> OpWork:
+    return rows_of(tokens, 4 * s.vocab + ID, 4 + _BEST * (4 + ID), 3.0 * s.vocab)
 
 
 class SamplingOps(Area):
@@ -203,7 +213,7 @@ class SamplingOps(Area):
         tolerance=_EXACT,
         results={"": lambda f, logits, *_: (form(logits),)},
         rows={"": (0, 2)},
-        cost=Cost({"": (_masked, lambda s, n: OpWork())}, size=by_vocab, float32=True),
+        cost=Cost({"": (_masked, _forbidden)}, size=by_vocab, float32=True),
         summary="forbid the tokens that a grammar does not allow",
     )
     sample: Sample = op(
@@ -213,7 +223,7 @@ class SamplingOps(Area):
         rows={"": (0, 1, 2, 3, 4, 5)},
         own_rows=True,
         waits=True,
-        cost=Cost({"": (_drawn, _flops)}, size=by_vocab, float32=True),
+        cost=Cost({"": (_drawn, _sampled)}, size=by_vocab, float32=True),
         summary="temperature, top-k, top-p, min-p sampling",
     )
     logprobs: Logprobs = op(
@@ -222,6 +232,6 @@ class SamplingOps(Area):
         results={"": lambda f, logits, ids, n: _alternatives(logits.shape[0], n)},
         rows={"": (0, 1)},
         waits=True,
-        cost=Cost({"": (_asked, _flops)}, size=by_vocab, float32=True),
+        cost=Cost({"": (_asked, _rated)}, size=by_vocab, float32=True),
         summary="log-probabilities of chosen and best tokens",
     )

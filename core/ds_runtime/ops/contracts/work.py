@@ -34,7 +34,9 @@ class Sizes:
     """What a call's work follows from: the facts of its place, and what these do not say.
 
     width: of rows of a small op. context: cached tokens per sequence. vocab: rows of logits and
-    embedding on this rank. held: the format in which the kernel keeps its weight.
+    embedding on this rank. held: the format in which the kernel keeps its weight. prompt: of ops
+    that choose what a row sees, the rows are those of one sequence, behind `context` others of it;
+    else each is of a sequence of its own.
     """
 
     facts: Facts
@@ -43,10 +45,25 @@ class Sizes:
     vocab: int = 0
     routing: Routing | None = None
     held: str = "dense"
+    prompt: bool = False
 
     def dims(self, *names: str) -> tuple[int, ...]:
         """These of the model's dims."""
         return tuple(self.facts.dims[name] for name in names)
+
+    def seen(self, rows: int, most: int | None = None) -> float:
+        """Tokens that rows see, added up; most: that one attends, if not all."""
+        if not self.prompt:
+            return rows * (self.context if most is None else min(self.context, most))
+        below = rows if most is None else max(0, min(rows, most - self.context))
+        whole = 0 if most is None else (rows - below) * most
+        return whole + below * self.context + below * (below + 1) / 2
+
+    def cached_rows(self, rows: int) -> int:
+        """Rows of the cache that are read for them."""
+        if self.prompt:
+            return self.context + rows if rows else 0
+        return rows * self.context
 
     @property
     def item(self) -> float:
@@ -77,6 +94,17 @@ def product(s: Sizes, out: int, cols: int, tokens: int) -> OpWork:
         tokens * out * s.item,
         2.0 * tokens * out * cols,
     )
+
+
+def rows_of(tokens: int, reads: float, writes: float, flops: float, once: float = 0.0) -> OpWork:
+    """Of an op whose rows are each for themselves. reads, writes, flops: of a row; once: bytes that
+    all rows read, such as the weight of a norm."""
+    return OpWork(0.0, tokens * reads + once, tokens * writes, tokens * flops)
+
+
+def coded(width: float) -> float:
+    """Bytes of a row of FP8 codes with their scales."""
+    return width + SCALE * (width // GROUP)
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:

@@ -75,8 +75,12 @@ class TrueInputs(Sizes):
         return made
 
     def rows(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(page table, owners, lens): a sequence per row, each of `context` tokens, over shuffled
-        pages."""
+        """(page table, owners, lens) over shuffled pages: a sequence per row, each of `context`
+        tokens, or the last rows of a prompt."""
+        if self.prompt:
+            pages = torch.randperm(self.pages(self.context + tokens)).view(1, -1)
+            lens = self.positions(tokens).to(torch.int32) + self.context + 1
+            return pages.to(torch.int32).to(self.device), torch.zeros_like(lens), lens
         each = self.pages(self.context)
         table = torch.randperm(tokens * each).view(tokens, each).to(torch.int32).to(self.device)
         owners = torch.arange(tokens, dtype=torch.int32, device=self.device)

@@ -57,6 +57,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     costs.add_argument(
         "--seconds", type=float, default=0.02, metavar="S", help="per point (default: 0.02)"
     )
+    costs.add_argument(
+        "--add", action="store_true", help="keep what else the file holds, of a part"
+    )
     costs.set_defaults(run=run_costs)
     comm = kinds.add_parser("comm", help="collectives", description=COMM_ABOUT)
     _common(comm, _COMM)
@@ -101,11 +104,15 @@ def run_costs(args: Namespace) -> int:
         print(f"{time.monotonic() - began:6.1f} s  {said}", file=sys.stderr, flush=True)
 
     tuning = tune.Tuning(args.seconds, args.rows or tune.ROWS, tell)
-    device = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16").device.name
+    smallest = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
+    device = smallest.device.name
     out = _file(args, device)
+    whole = _to_add_to(args, out, smallest) if args.add else None
     known = _known(out, device) if out.exists() else None
-    if _replaces_more(args, out):
-        raise ConfigError(f"{out}: holds costs; a part of them would replace all: give --out FILE")
+    if not args.add and _replaces_more(args, out):
+        raise ConfigError(
+            f"{out}: holds costs; a part of them would replace all: give --out FILE, or --add"
+        )
     costs = None
     for weights in dict.fromkeys(args.weights):
         for geometry in _geometries(config, explicit, args.shapes, weights):
@@ -114,9 +121,11 @@ def run_costs(args: Namespace) -> int:
                 continue
             assembly = tune.assembled(config, explicit, geometry, weights)
             tell(f"{geometry.shape} in {weights}, tp {assembly.mesh.tp}, ep {assembly.mesh.ep}")
-            tuning.add(assembly, only)
+            tuning.add(assembly, only, geometry.seen)
             costs = tuning.costs()  # what is known so far, should this be stopped
-            if costs.kernels:
+            if costs.kernels and whole is not None:
+                whole.with_kernels(costs.kernels).write(out)
+            elif costs.kernels:
                 kept = costs if known is None else costs.with_collectives(known.collectives)
                 replace(kept, host=() if known is None else known.host).write(out)
     if costs is None or not costs.kernels:

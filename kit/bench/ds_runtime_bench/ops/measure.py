@@ -241,10 +241,11 @@ class Measurement:
         most: int | None,
         seconds: float,
         beside: Measurement | None = None,
+        prompt: bool = False,
     ) -> None:
-        """beside: another on the same device, whose ceilings these are."""
+        """beside: another on the same device, whose ceilings these are. prompt: as in `Sizes`."""
         self.assembly = assembly
-        self.context = context
+        self.context, self.prompt = context, prompt
         self.seconds = seconds
         self.platform = assembly.platform
         as_served(self.platform)
@@ -288,13 +289,14 @@ class Measurement:
         """The kernel there, packed; or those that share its calls, as a model holds them."""
         from ds_runtime_bench.ops.subjects import Timed
 
-        return Timed(kernel, self._place(group, kernel), self._memory(), shares)
+        return Timed(kernel, self.place(group, kernel), self._memory(), shares)
 
     def work(self, subject: Subject, kernel: Kernel, group: Group) -> OpWork:
         """What a call of it moves and computes, weights as `kernel` reads them."""
         return as_read(subject.work, kernel, group.facts)
 
-    def _place(self, group: Group, kernel: Kernel) -> TrueInputs:
+    def place(self, group: Group, kernel: Kernel) -> TrueInputs:
+        """Where a kernel of the group is timed."""
         from ds_runtime.ops.reference.inputs import TrueInputs
 
         model, config = self.assembly.model, self.assembly.config
@@ -307,6 +309,7 @@ class Measurement:
             routing=model.routing,
             layout=layouts[OPS[group.op].layout or KV],
             context=self.context,
+            prompt=self.prompt,
             vocab=padded(model.vocab_size, config.tp),
             device=self.device,
             copies=self._memory().copies,

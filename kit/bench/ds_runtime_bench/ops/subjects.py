@@ -7,7 +7,6 @@ in memory if the whole model does not fit into the last-level cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +18,9 @@ from torch import Tensor
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import ByRows
 from ds_runtime.ops.binding.by_rows import Shares
-from ds_runtime.ops.contract import Dims, Facts, Kernel, load_attr
-from ds_runtime.ops.contracts.work import ITEM_BYTES, matrix_bytes
-from ds_runtime.ops.declare import Cost, OpWork, Results
+from ds_runtime.ops.contract import Dims, Kernel, load_attr
+from ds_runtime.ops.contracts.work import matrix_bytes
+from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime.ops.reference.inputs import Copies, TrueInputs
 from ds_runtime.ops.weight import Weight
@@ -114,8 +113,6 @@ class Timed:
                 for i in range(count * -(-most // count))
             ]
             todo = work(self.place, tokens)
-            if not todo.nbytes:
-                todo += moved(self.op.results.get(method), self.place.facts, calls[0].args)
             cold = not copies or self.memory.cold(copies[0].nbytes, count)
             name = method if len(self.cost.calls) > 1 else ""
             yield Subject(name, calls, todo, count, cold, note)
@@ -129,13 +126,6 @@ class Timed:
         state = self.kernel.state(limits)
         self.kernel.prepare(state, _on_device(step, place.device))
         return state
-
-
-def moved(results: Results | None, facts: Facts, args: Sequence[Any]) -> OpWork:
-    """What a call reads and writes that takes all of its arguments and owns no weight."""
-    reads = sum(a.numel() * a.element_size() for a in args if isinstance(a, Tensor))
-    forms = results(facts, *args) if results is not None else ()
-    return OpWork(reads=reads, writes=sum(math.prod(s) * ITEM_BYTES[name] for s, name in forms))
 
 
 def _fitting(place: TrueInputs, memory: Memory) -> tuple[TrueInputs, str]:

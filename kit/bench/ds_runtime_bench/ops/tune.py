@@ -21,8 +21,10 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.measured.costs import Costs, KernelCost, Point, is_busy
 from ds_runtime.ops.contract import Kernel, load_attr
+from ds_runtime.ops.contracts.attention.index import scored_rows
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
-from ds_runtime.predict.calls import APART, arithmetic, key, serving
+from ds_runtime.predict.calls import APART, PROMPTS, SCORED, arithmetic, key, serving
 from ds_runtime_bench.ops.measure import Group, Measurement, groups
 from ds_runtime_bench.record import environment
 from ds_runtime_bench.shapes import config_of
@@ -30,29 +32,36 @@ from ds_runtime_bench.shapes import config_of
 if TYPE_CHECKING:
     from ds_runtime_bench.ops.subjects import Subject, Timed
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHORT = (512, 4096)  # cached tokens of each sequence, where a decode step attends them
-_DECODED, _PROMPTS = 512, 64  # the most rows of a decode step, the fewest of a prompt
+SEEN = (4096,)  # where rows choose among what they see
+_DECODED, _PROMPTS = 1024, 64  # the most rows of a decode step, the fewest of a prompt
 _FEW = 1 << 10  # values of the smallest op
 _FLOOR_CALLS = 256
 LASTING = 2.0  # seconds of calls, after which a device has lowered its clock if it does
 _QUEUED = 16  # calls of which the host's time is taken, one by one
 _V3 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+_V32 = {**_V3, "vocab_size": 16384}
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """A named shape, what is other in it, settings of the engine, and the ops that are timed of it;
-    none: all."""
+    none: all. seen: cached tokens of each sequence, where rows choose what they attend."""
 
     shape: str
     values: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
+    seen: tuple[int, ...] = SEEN
 
 
 _EXPERTS = ("experts",)
 _BY_NUMBER = {"tp": 4, "dp": 4, "ep": 4, "enable_dp_attention": True}
+_HALF_BY_NUMBER = {"tp": 2, "dp": 2, "ep": 2, "enable_dp_attention": True}
+_INDEXED = ("index_prologue", "index_select", "index_scores", "index_topk")
+_SPARSE = ("sparse_prefill", "sparse_decode")
+_LONG = (4096, 65536)
 _WIDE = {"n_routed_experts": 64, "num_attention_heads": 64, "intermediate_size": 12288}
 _NARROW = {"moe_intermediate_size": 256, "num_attention_heads": 16, "intermediate_size": 2304}
 _LITE = {"num_hidden_layers": 2, "vocab_size": 25600}
@@ -62,9 +71,14 @@ LARGE = (
     Geometry("v2-lite", {**_LITE, "n_routed_experts": 32, "intermediate_size": 5504}),
     Geometry("v3-slice", _V3, _BY_NUMBER, _EXPERTS),
     Geometry("v2-lite", _LITE, _BY_NUMBER, _EXPERTS),
+    Geometry("v2-lite", _LITE, _HALF_BY_NUMBER, _EXPERTS),
+    # As --tp 2 cuts those of V3: as many as there are, so that each meets as many rows.
+    Geometry("v3-slice", {**_V3, "moe_intermediate_size": 1024}, _BY_NUMBER, _EXPERTS),
     Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 384}, {}, _EXPERTS),
     # No whole blocks, as --tp 2 cuts those of V2-Lite: other kernels multiply all rows of them.
     Geometry("v2-lite", {**_LITE, "moe_intermediate_size": 704}, {}, _EXPERTS),
+    Geometry("v32-slice", {**_V32, **_WIDE}, {}, (*_INDEXED, *_SPARSE, "router_logits"), _LONG),
+    Geometry("v32-slice", {**_V32, **_NARROW}, {}, _SPARSE),
 )
 _SMALL = {"n_routed_experts": 16, "vocab_size": 8192, "intermediate_size": 2816}
 _SMALLER = {"n_routed_experts": 8, "moe_intermediate_size": 704, "hidden_size": 1024}
@@ -103,8 +117,8 @@ class Tuning:
         self._first: Measurement | None = None
         self._floors: tuple[float, float, float] | None = None
 
-    def add(self, assembly: Assembly, only: Sequence[str] = ()) -> None:
-        """All of its kernels, or those of `only` these ops."""
+    def add(self, assembly: Assembly, only: Sequence[str] = (), seen: Sequence[int] = SEEN) -> None:
+        """All of its kernels, or those of `only` these ops. seen: as in `Geometry`."""
         for context in SHORT:
             measurement = Measurement(assembly, context, None, self._seconds, self._first)
             self._first = self._first or measurement
@@ -112,7 +126,27 @@ class Tuning:
                 self._compile(measurement)
             for group in groups(assembly, only):
                 attends = group.sites[0].phase == "decode" and OPS[group.op].by_sequence
-                if context == SHORT[0] or attends:
+                if (context == SHORT[0] or attends) and not _chooses(group):
+                    self._group(measurement, group)
+        for prompt in (False, True):
+            self._choosing(assembly, only, seen, prompt)
+
+    def _choosing(
+        self, assembly: Assembly, only: Sequence[str], seen: Sequence[int], prompt: bool
+    ) -> None:
+        """Ops that choose what a row sees, or attend what was chosen: of sequences of a row each,
+        or of rows of one prompt. A longer context that makes no more work is left out."""
+        done = set[tuple[int, OpWork]]()
+        for context in seen:
+            measurement = Measurement(assembly, context, None, self._seconds, self._first, prompt)
+            for number, group in enumerate(groups(assembly, only)):
+                other = "decode" if prompt else "prefill"
+                if not _chooses(group) or group.sites[0].phase == other:
+                    continue
+                ((_, of),) = OPS[group.op].cost.calls.values()  # type: ignore[union-attr]
+                work = number, of(measurement.place(group, group.bound), _PROMPTS)
+                if work not in done:
+                    done.add(work)
                     self._group(measurement, group)
 
     def _compile(self, measurement: Measurement) -> None:
@@ -137,7 +171,8 @@ class Tuning:
         for kernel in kernels:
             try:
                 timed = measurement.timed(group, kernel, None if alike else shares)
-                for n, method, subject in _subjects(timed, group, self._rows):
+                rows = [n for n in self._rows if _fits(measurement, group, n)]
+                for n, method, subject in _subjects(timed, group, rows):
                     serves = serving(shares, group.bound, method, n)
                     if not alike or serves is kernel:
                         self._point(measurement, group, serves, method, n, subject)
@@ -161,10 +196,11 @@ class Tuning:
         spent = measurement.time(subject.calls)
         work = measurement.work(subject, kernel, group)
         dtype = arithmetic(kernel, group.facts.dtype)
-        _, _, points = self._found.setdefault(key(kernel, method), (group.op, dtype, []))
+        apart = measurement.prompt and _chooses(group)
+        name = key(kernel, PROMPTS if apart else method)
+        _, _, points = self._found.setdefault(name, (group.op, dtype, []))
         points.append(Point(rows, work.nbytes, work.flops, spent))
         if measurement.platform.asynchronous:
-            name = key(kernel, method)
             self._queues.setdefault(name, []).append(queued(measurement, subject.calls))
             rate = measurement.ceilings.compute.get(dtype)
             busy = rate is not None and is_busy(work.flops, rate, spent)
@@ -202,8 +238,19 @@ class Tuning:
         )
 
 
-def _fits(group: Group, rows: int) -> bool:
+def _chooses(group: Group) -> bool:
+    cost = OPS[group.op].cost
+    return cost is not None and cost.chooses
+
+
+def _fits(measurement: Measurement, group: Group, rows: int) -> bool:
+    """Whether a step may have a call of so many rows."""
     phase, sampled = group.sites[0].phase, not group.sites[0].captured
+    if _chooses(group):
+        new = rows if measurement.prompt else 0
+        if group.op in SCORED and rows > scored_rows(measurement.context + new):
+            return False
+        return rows >= _PROMPTS if measurement.prompt else rows <= _DECODED
     if phase == "decode" or sampled:
         return rows <= _DECODED
     return phase == "any" or rows >= _PROMPTS
@@ -216,8 +263,6 @@ def _subjects(
     takes them."""
     methods = tuple(timed.cost.calls)
     for n in rows:
-        if not _fits(group, n):
-            continue
         for method, subject in zip(methods, timed.at(n), strict=True):
             yield n, method, subject
             coded = _coded(timed, n, subject) if group.op == "linear" else None

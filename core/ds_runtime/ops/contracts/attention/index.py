@@ -256,7 +256,8 @@ def _score_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     table, owners, lens = p.rows(tokens)
     q, dtype = p.float32(tokens, heads, d), dtypes.torch_dtype(p.facts.index_dtype)
     q = dtypes.fp8_vectors(q)[0] if dtype == torch.float8_e4m3fn else q.to(dtype)
-    return q, p.float32(tokens, heads), p.cache(table.numel()), table, owners, lens
+    cache = p.in_turn(lambda: p.cache(table.numel()))
+    return q, p.float32(tokens, heads), cache, table, owners, lens
 
 
 def _topk_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
@@ -271,15 +272,21 @@ def _select_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 
 def _index_scores(s: Sizes, tokens: int) -> OpWork:
-    """One row per sequence of `context` tokens."""
+    """One row per sequence of `context` tokens, or rows of a prompt behind these."""
     heads, d = s.dims("index_heads", "index_dim")
-    seen = tokens * s.context
+    seen = s.seen(tokens)
     return OpWork(
         reads=tokens * query_bytes(s),
         writes=4 * seen,
         flops=2.0 * seen * heads * (d + 1),
-        cached=seen * key_bytes(s),
+        cached=s.cached_rows(tokens) * key_bytes(s),
     )
+
+
+def _index_topk(s: Sizes, tokens: int) -> OpWork:
+    """Of the scores those of tokens that a row sees, and what says which these are."""
+    seen, chosen = s.seen(tokens), 4 * s.facts.dims["index_topk"]
+    return OpWork(0.0, 4 * seen + 8 * tokens, chosen * tokens, seen)
 
 
 def _index_select(s: Sizes, tokens: int) -> OpWork:
@@ -300,7 +307,7 @@ class IndexOps(Area):
         layout="index",
         chooses=True,
         waits=True,
-        cost=Cost({"": (_select_inputs, _index_select)}, step=("",), size=by_index),
+        cost=Cost({"": (_select_inputs, _index_select)}, step=("",), size=by_index, chooses=True),
         summary="score every cached token and keep the best, fused",
     )
     index_scores: IndexScores = op(
@@ -317,7 +324,7 @@ class IndexOps(Area):
         heavy=True,
         layout="index",
         waits=True,
-        cost=Cost({"": (_score_inputs, _index_scores)}, step=("",), size=by_index),
+        cost=Cost({"": (_score_inputs, _index_scores)}, step=("",), size=by_index, chooses=True),
         summary="rate every cached token for every row",
     )
     index_topk: IndexTopk = op(
@@ -326,6 +333,6 @@ class IndexOps(Area):
         results={"": lambda f, scores, lens, owners, table, size, k: _chosen(scores, k)},
         rows={"": (0, 1, 2)},
         judge=_judge_slots,
-        cost=Cost({"": (_topk_inputs, lambda s, n: OpWork())}, size=by_index),
+        cost=Cost({"": (_topk_inputs, _index_topk)}, size=by_index, chooses=True),
         summary="slots of the best tokens of each row",
     )

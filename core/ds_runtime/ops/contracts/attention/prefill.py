@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import attended, codes, form
-from ds_runtime.ops.contracts.work import by_heads
+from ds_runtime.ops.contracts.work import SCALE, by_heads, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -196,13 +196,28 @@ def _parts(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 
 def _attended(s: Sizes, tokens: int) -> OpWork:
-    """The new tokens of one sequence, causal."""
+    """The new tokens of one sequence, causal, and the log-sum-exp of each head."""
+    heads, v = s.dims("heads", "v")
+    return _causal(s, tokens, heads * (v * s.item + 4))
+
+
+def _rounded(s: Sizes, tokens: int) -> OpWork:
+    """The same as codes, a scale for each head."""
+    heads, v = s.dims("heads", "v")
+    return _causal(s, tokens, heads * (v + SCALE))
+
+
+def _causal(s: Sizes, tokens: int, written: float) -> OpWork:
     heads, nope, rope, v = s.dims("heads", "qk_nope", "qk_rope", "v")
-    return OpWork(flops=1.0 * tokens * (tokens + 1) * heads * (nope + rope + v))
+    read = (heads * (2 * nope + rope + v) + rope) * s.item
+    flops = 1.0 * (tokens + 1) * heads * (nope + rope + v)
+    return rows_of(tokens, read, written, flops)
 
 
 def _merged(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=4.0 * tokens * s.facts.dims["heads"] * s.facts.dims["v"])
+    heads, v = s.dims("heads", "v")
+    each = heads * (v * s.item + 4)
+    return rows_of(tokens, 2 * each, each, 4.0 * heads * v)
 
 
 class PrefillOps(Area):
@@ -232,7 +247,7 @@ class PrefillOps(Area):
         optional=True,
         uses=("mha_prefill",),
         waits=True,
-        cost=Cost({"": (_quantised_inputs, _attended)}, size=by_heads),
+        cost=Cost({"": (_quantised_inputs, _rounded)}, size=by_heads),
         summary="attention of new tokens and FP8 quantisation, fused",
     )
     merge_state: MergeState = op(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import by_heads
+from ds_runtime.ops.contracts.work import ID, by_heads, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return q, p.normal(tokens, d), p.positions(tokens), p.cos_sin(tokens)
 
 
-def _flops(s: Sizes, tokens: int) -> OpWork:
+def _rotated(s: Sizes, tokens: int) -> OpWork:
     heads, d = s.dims("heads", "qk_rope")
-    return OpWork(flops=3.0 * tokens * (heads + 1) * d)
+    each = (heads + 1) * d
+    return rows_of(tokens, each * s.item + ID + 4 * d, each * s.item, 3.0 * each)
 
 
 class RotationOps(Area):
@@ -81,6 +82,6 @@ class RotationOps(Area):
         sized=True,
         plain=True,
         compiles=True,
-        cost=Cost({"": (_inputs, _flops)}, size=by_heads),
+        cost=Cost({"": (_inputs, _rotated)}, size=by_heads),
         summary="interleaved rotary embedding of q and k",
     )

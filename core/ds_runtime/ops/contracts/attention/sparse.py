@@ -67,29 +67,29 @@ def sparse_mla_samples(facts: Facts) -> Iterator[Case]:
         yield cases.case(label, facts, q, cache, slots, kv_lora, width**-0.5)
 
 
-def _count(s: Sizes) -> int:
-    """Slots of a row."""
-    return min(s.context, s.facts.dims["index_topk"])
-
-
 def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     (heads, lora, rope), size = p.dims("heads", "kv_lora", "qk_rope"), p.facts.page_size
-    table, _, _ = p.rows(tokens)
-    each = [torch.randperm(p.context)[: _count(p)] for _ in range(tokens)]
-    chosen = torch.stack(each).to(p.device)
-    slots = table.gather(1, chosen // size) * size + chosen % size
+    table, owners, lens = p.rows(tokens)
+    longest = p.context + tokens * p.prompt
+    draws = torch.rand(tokens, longest, device=p.device)
+    draws.masked_fill_(p.positions(longest) >= lens.unsqueeze(1), -1.0)
+    drawn, chosen = draws.topk(min(longest, p.facts.dims["index_topk"]))
+    slots = table[owners.long().unsqueeze(1), chosen // size] * size + chosen % size
+    slots = slots.masked_fill(drawn < 0, -1).to(torch.int32)
     q = p.normal(tokens, heads, lora + rope)
-    return q, p.cache(table.numel()), slots.to(torch.int32), lora, (lora + rope) ** -0.5
+    cache = p.in_turn(lambda: p.cache(table.numel()))
+    return q, cache, slots, lora, (lora + rope) ** -0.5
 
 
 def _work(s: Sizes, tokens: int) -> OpWork:
     heads, lora, rope = s.dims("heads", "kv_lora", "qk_rope")
-    seen, width = tokens * _count(s), lora + rope
+    seen, width = s.seen(tokens, s.facts.dims["index_topk"]), lora + rope
+    read = min(seen, s.cached_rows(tokens))  # rows of a prompt choose the same tokens over and over
     return OpWork(
         reads=tokens * heads * width * s.item + 4 * seen,
         writes=tokens * heads * lora * s.item,
         flops=2.0 * seen * heads * (width + lora),
-        cached=seen * width * s.kept,
+        cached=read * width * s.kept,
     )
 
 
@@ -109,12 +109,12 @@ class SparseOps(Area):
 
     sparse_prefill: SparseMla = op(
         **_SAID,
-        cost=Cost({"": (_inputs, _work)}, size=by_latent),
+        cost=Cost({"": (_inputs, _work)}, size=by_latent, chooses=True),
         summary="absorbed attention over chosen tokens, for prefill rows",
     )
     sparse_decode: SparseMla = op(
         **_SAID,
         chooses=True,
-        cost=Cost({"": (_inputs, _work)}, step=("",), size=by_latent),
+        cost=Cost({"": (_inputs, _work)}, step=("",), size=by_latent, chooses=True),
         summary="absorbed attention over chosen tokens, for decode rows",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import attended, form, name_of
-from ds_runtime.ops.contracts.work import ID, by_latent
+from ds_runtime.ops.contracts.work import ID, by_latent, rows_of
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -242,12 +242,19 @@ def _norm_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
 
 
 def _norm(s: Sizes, tokens: int) -> OpWork:
-    return OpWork(flops=5.0 * tokens * s.facts.dims["heads"] * _width(s))
+    each = s.facts.dims["heads"] * _width(s)
+    return rows_of(tokens, each * s.item + _place(s), each * s.item, 5.0 * each)
 
 
 def _back(s: Sizes, tokens: int) -> OpWork:
     heads, r = s.dims("heads", "qk_rope")
-    return OpWork(flops=3.0 * tokens * heads * r)
+    each = heads * _width(s)
+    return rows_of(tokens, each * s.item + _place(s), each * s.item, 3.0 * heads * r)
+
+
+def _place(s: Sizes) -> float:
+    """Bytes of a position and of its angles."""
+    return ID + 4.0 * s.facts.dims["qk_rope"]
 
 
 def _compress_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
