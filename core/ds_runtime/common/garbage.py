@@ -5,7 +5,7 @@ count in that, so a few hundred prompts suffice: each of these collections walks
 every request, while the device waits.
 
 CPython unfreezes all or nothing. Where the process has frozen objects of its own, as a server does
-before it forks, these stay frozen, and what an engine loads is not frozen beside them.
+before it forks, these stay frozen. What an engine loads is then not frozen.
 """
 
 from __future__ import annotations
