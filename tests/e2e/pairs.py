@@ -188,7 +188,8 @@ def check_near(found, expected, run):
             if x.token != y.token:
                 break
             gaps.append(abs(x.logprob - y.logprob))
-    assert max(gaps) < MOVED and sum(gaps) / len(gaps) < NEAR / 2
+    worst, mean = max(gaps), sum(gaps) / len(gaps)
+    assert worst < MOVED and mean < NEAR / 2, f"{worst:.3f} apart at most, {mean:.3f} in the mean"
     assert len(gaps) > every / 2
 
 

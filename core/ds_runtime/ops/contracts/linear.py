@@ -39,8 +39,7 @@ class Linear(Protocol):
     * `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim contiguous, rows may be strided.
 
     `apply` returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32. tokens == 0 is
-    legal; `in` and `out` need not be multiples of anything. It raises TypeError for another
-    kernel's Packed.
+    legal; `in` and `out` may be any number. It raises TypeError for another kernel's Packed.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...

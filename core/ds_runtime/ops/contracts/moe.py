@@ -31,12 +31,8 @@ cases = later("ds_runtime.ops.reference.cases")
 judging = later("ds_runtime.ops.reference.judging")
 held = later("ds_runtime.ops.weight")
 reference = later(_REF)
-_COARSE = {
-    "fp8_w8a8": 8e-2,
-    "int8_w8a8": 4e-2,
-    "int4_w4a8": 4e-2,
-    "mxfp4_w4a4": 0.25,
-}  # two matmuls, as in linear.py
+# Two matmuls, as in linear.py.
+_COARSE = {"fp8_w8a8": 8e-2, "int8_w8a8": 4e-2, "int4_w4a8": 4e-2, "mxfp4_w4a4": 0.25}
 
 
 class RouterLogits(Protocol):
@@ -61,8 +57,7 @@ class Route(Protocol):
     `routing.method` is one of these:
 
     * greedy: top-k of s.
-    * group_limited_greedy: group score = max of s in the group, keep topk_group groups, others 0,
-      top-k.
+    * group_limited_greedy: group score = max of s in it, keep topk_group groups, others 0, top-k.
     * noaux_tc: c = s + bias. Group score = sum of the two largest c (one, if a group has one
       expert). Keep topk_group groups, others −inf, top-k by c.
 
