@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class FromFile:
     path: str
     values: Mapping[str, Any]
     lines: Mapping[str, int]
+    weak: Mapping[str, Any] = field(default_factory=dict)  # of these, as `Spelling.weak`
 
     def place(self, error: ConfigError, given: Collection[str]) -> ConfigError:
         """The error with the line that it is about, if it is about one of the file's."""
@@ -85,6 +86,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
     settings: dict[str, Any] = {}
     lines: dict[str, int] = {}
     notes = list[str]()
+    weak: dict[str, Any] = {}
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         where = f"--config {path}, line {line}"
@@ -104,6 +106,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
             if isinstance(action, Known):
                 own = vars(action.read(parser, value))
                 notes += own.pop("notes", ())
+                weak |= own.get("weak", {})
                 own |= own.pop("weak", {})
             else:
                 own = {action.dest: _value(action, value)}
@@ -117,7 +120,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
             )
         settings |= own
         lines |= dict.fromkeys(own, line)
-    return FromFile(path, {**settings, "notes": notes}, lines)
+    return FromFile(path, {**settings, "notes": notes}, lines, weak)
 
 
 def _said(error: Exception) -> str:

@@ -48,7 +48,7 @@ _ORDER = Spelling(
     "requests come in order of their arrival; --policy priority takes the important first",
     takes="one",
     values={
-        "fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one"),
+        "fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one", weak=True),
         "priority": Spelling("is --policy priority here", {"policy": "priority"}, takes="one"),
     },
 )
@@ -362,7 +362,10 @@ def settle(namespace: Namespace) -> list[str]:
             f"--dist-init-addr {at}: without --dist-token-file, whoever is on this machine may join"
         )
     tp, dp = values.get("tp", 1), values.get("dp", 1)
-    groups = getattr(namespace, "weak", {}).get("dp", dp)
+    weak = {**(said.weak if said else {}), **getattr(namespace, "weak", {})}
+    groups = weak.get("dp", dp)
+    if "dp" in weak and not values.get("enable_dp_attention"):
+        raise ConfigError(f"--attn-dp-size {groups}: not with --no-enable-dp-attention")
     if groups != dp:
         raise ConfigError(
             f"--attn-dp-size {groups}: --dp {dp} says another number of groups: replicas that "
@@ -375,7 +378,11 @@ def settle(namespace: Namespace) -> list[str]:
             notes.append(f"--enable-dp-attention: is --dp {tp} where --dp is left out")
         elif tp > 1 and dp == 1:
             notes.append("--dp 1: one group of ranks divides attention by heads alone")
-    elif dp > 1 and any("--enable-expert-parallel" in note for note in notes):
+    elif (
+        dp > 1
+        and "enable_dp_attention" not in values
+        and any("--enable-expert-parallel" in note for note in notes)
+    ):
         namespace.tp, namespace.dp, namespace.enable_dp_attention = tp * dp, dp, True
         notes.append(
             f"--data-parallel-size {dp} --enable-expert-parallel: is --tp {tp * dp} --dp {dp} "

@@ -18,7 +18,6 @@ from ds_runtime.assembly.estimate import absorbing_of
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
-from ds_runtime.common import garbage
 from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import check_name
@@ -70,6 +69,7 @@ class Engine:
         self.assembly = assembly
         self.runner = runner
         self.leader = leader
+        self.settled: Callable[[], object] | None = None  # undoes `garbage.settle`, once
         limits = SchedulerLimits(
             context_length=runner.context_length,
             vocab_size=assembly.model.vocab_size,
@@ -340,7 +340,8 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks go and leave the group."""
-        garbage.unsettle()
+        if self.settled is not None:
+            self.settled()
         self._grammars.close()
         self.scheduler.close()
         if (disk := self.disk) is not None:
@@ -353,7 +354,8 @@ class Engine:
 
     def part(self) -> None:
         """Close where the other ranks have been ended."""
-        garbage.unsettle()
+        if self.settled is not None:
+            self.settled()
         self._grammars.close()
         self.scheduler.close()
         if self.leader is not None:

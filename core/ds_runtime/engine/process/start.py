@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
@@ -75,6 +76,8 @@ def start_engine(
                 bounded(world.close, PARTING)
         raise
     garbage.settle()
+    engine.settled = weakref.finalize(engine, garbage.unsettle)  # also of one that is only dropped
+    engine.settled.atexit = False
     serving(True)
     return engine
 

@@ -74,6 +74,8 @@ class DiskFolder:
                 )
             with suppress(OSError), (folder / "README.txt").open("x") as note:
                 note.write(_NOTE)  # a full disk can still be read; somebody's own stays
+            with suppress(OSError):  # a full disk takes an empty file, and no folder
+                (folder / _NOTES).mkdir(mode=0o700, exist_ok=True)
             noted = self._read_notes()
         except OSError as e:
             raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e

@@ -46,7 +46,8 @@ def digest(distribution: Distribution) -> str:
     found = hashlib.sha256()
     for file in sorted(distribution.files, key=str):
         kept = file.parent.name == "__pycache__" and file.match("*.*.pyc")
-        if file.name in _NOT_CODE or kept or ".." in file.parts:
+        own = len(file.parts) == 2 and file.parts[0].endswith((".dist-info", ".egg-info"))
+        if (own and file.name in _NOT_CODE) or kept or ".." in file.parts:
             continue  # kept bytecode is compared with its source
         try:
             content = file.read_binary()  # out of an archive, too

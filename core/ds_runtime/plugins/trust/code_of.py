@@ -54,7 +54,11 @@ def foreign_code(dist: Distribution) -> str | None:
     beside = next((p for folder in sorted(folders) for p in _strays(_opened(folder), files)), None)
     if beside is not None:
         return f"has modules next to {beside}, which is no file of {dist.name}"
-    sources = [f.read_binary() for path, (_, f) in files.items() if path.suffix in SOURCE_SUFFIXES]
+    sources = [
+        (name if path.stem == "__init__" else name.rpartition(".")[0], f.read_binary())
+        for path, (name, f) in files.items()
+        if path.suffix in SOURCE_SUFFIXES
+    ]
     if (found := stray(dist, sources, specs)) is not None:
         name, place = found
         return (
@@ -124,11 +128,17 @@ def _opened(folder: Path) -> Traversable | None:
     return inside
 
 
-def _strays(folder: Traversable | None, files: Collection[Path]) -> Iterator[Path]:
+def _strays(
+    folder: Traversable | None, files: Collection[Path], seen: set[Path] | None = None
+) -> Iterator[Path]:
     """Files of a package that can be imported and are not the distribution's."""
+    seen = set() if seen is None else seen
+    if folder is None or (where := Path(str(folder)).resolve()) in seen:
+        return  # links may lead in circles
+    seen.add(where)
     for one in sorted(folder.iterdir(), key=lambda one: one.name) if folder else ():
         path = Path(str(one))
         if path.name.endswith(_SUFFIXES) and one.is_file() and path.resolve() not in files:
             yield path
         elif one.is_dir() and path.name.isidentifier() and path.name != _CACHE:
-            yield from _strays(one, files)
+            yield from _strays(one, files, seen)

@@ -13,8 +13,10 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec
 from importlib.metadata import Distribution, distributions
+from importlib.util import resolve_name
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -24,8 +26,8 @@ _INTERPRETER: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
 _OURS = "ds_runtime"  # runs already
 
 
-def imported(source: bytes) -> Iterator[str]:
-    """Dotted names that a module's source names; nothing of its own package."""
+def imported(source: bytes, package: str = "") -> Iterator[str]:
+    """Dotted names that a module's source names; relative ones where its `package` is given."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # importing it says so
@@ -34,26 +36,32 @@ def imported(source: bytes) -> Iterator[str]:
         match node:
             case ast.Import(names=names):
                 yield from (one.name for one in names)
+            case ast.ImportFrom(module=module, names=names, level=level) if level and package:
+                with suppress(ImportError):  # above the top: importing it says so
+                    base = resolve_name("." * level + (module or ""), package)
+                    yield from (f"{base}.{one.name}" for one in names)
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 yield from (f"{module}.{one.name}" for one in names)
-            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(func=func, args=args, keywords=keywords):
                 called = getattr(func, "attr", getattr(func, "id", ""))
-                if called in _BY_NAME:
-                    yield name
+                named = [*args[:1], *(k.value for k in keywords if k.arg == "name")]
+                for one in named if called in _BY_NAME else ():
+                    if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                        yield one.value
             case ast.Constant(value=str(text)) if _LAZY.fullmatch(text):
                 yield text.partition(":")[0]
 
 
 def stray(
-    dist: Distribution, sources: Iterable[bytes], specs: Mapping[str, ModuleSpec | None]
+    dist: Distribution, sources: Iterable[tuple[str, bytes]], specs: Mapping[str, ModuleSpec | None]
 ) -> tuple[str, str] | None:
     """The first module that these sources of a distribution or its entry points name and nobody
-    has installed, with its place; None if there is none. sources: their contents. specs: finds
-    modules by their names.
+    has installed, with its place; None if there is none. sources: of each its
+    package and its contents. specs: finds modules by their names.
     """
     names = {point.module for point in dist.entry_points}
-    for source in sources:
-        names |= set(imported(source))
+    for package, source in sources:
+        names |= set(imported(source, package))
     listed: list[Listed] = []
     seen = set[str]()
     for name in sorted(names):
@@ -113,11 +121,14 @@ class Listed:
 
     def __init__(self, dist: Distribution) -> None:
         self.dist = dist
-        record = dist.read_text("RECORD")
-        if not record:  # an older kind of installation
-            names = [str(file) for file in dist.files or ()]
-        else:
-            names = [row[0] for row in csv.reader(record.splitlines()) if row]
+        try:
+            record = dist.read_text("RECORD")
+            if not record:  # an older kind of installation
+                names = [str(file) for file in dist.files or ()]
+            else:
+                names = [row[0] for row in csv.reader(record.splitlines()) if row]
+        except (ValueError, csv.Error):  # one that nobody can read brings nothing
+            names = []
         self._places: dict[str, list[str]] = {}  # by the file's name
         for name in names:
             self._places.setdefault(name.rpartition("/")[2], []).append(name)
@@ -138,4 +149,16 @@ def _is_editable_in(dist: Distribution, origin: Path) -> bool:
     about = json.loads(dist.read_text("direct_url.json") or "{}")
     if not about.get("dir_info", {}).get("editable"):
         return False
-    return origin.is_relative_to(Path(unquote(urlsplit(about.get("url", "")).path)).resolve())
+    folder = Path(unquote(urlsplit(about.get("url", "")).path)).resolve()
+    if not origin.is_relative_to(folder):
+        return False
+    # An environment may lie in the project's folder; what is installed there has its own lists.
+    inside = [p for p in _installed() if p != folder and p.is_relative_to(folder)]
+    return not any(map(origin.is_relative_to, inside))
+
+
+def _installed() -> list[Path]:
+    """Folders that packages are installed into."""
+    found = [Path(p).resolve() for p in sys.path]
+    names = ("site-packages", "dist-packages")
+    return [p for p in found if p.name in names]
