@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, settings
+
+from ds_runtime.measured import found
 
 pytest_plugins = ("matrix", "report")
 
@@ -43,3 +47,14 @@ def pytest_collection_finish() -> None:
     """What thousands of collected tests hold is not looked through at every garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_costs_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans of this process do not hang on what `tune` has measured on this machine. A test that
+    gives HOME another value has that one's costs."""
+    home, folder = Path.home(), found.folder
+    empty = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "folder", lambda: empty if Path.home() == home else folder())
+        yield

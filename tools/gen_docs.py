@@ -64,13 +64,13 @@ Unless a docstring says something else:
 
 * Tensors are contiguous, and all are on the device of the site.
 * Arguments are not changed, and results are new tensors.
-* The *compute dtype* is `facts.dtype`. What a kernel rounds has to lie within the tolerance.
+* The compute dtype is `facts.dtype`. What a kernel rounds has to lie within the tolerance.
 * `T` or `tokens` is the number of rows of a step, and may be 0. `heads` are those of this rank.
 * `latent` has `kv_lora` numbers. `nope` and `rope` are the parts of a head's key without and with
   rotation (`qk_nope`, `qk_rope` of `facts.dims`), `v` the width of its value.
-* A *slot* is the place of a token in a paged cache: slot s is entry s % page_size of page
+* A slot is the place of a token in a paged cache: slot s is entry s % page_size of page
   s // page_size. A negative slot is padding.
-* `cos_sin` is the table of Rope. A *segment* is the rows of one sequence (`Segments`).
+* `cos_sin` is the table of Rope. A segment is the rows of one sequence (`Segments`).
 
 Each layout of the references has a tag, which kernels that read and write it name:
 

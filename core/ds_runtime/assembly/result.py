@@ -147,7 +147,7 @@ class Assembly:
     def sums_said(self) -> list[str]:
         """How ranks sum, in sentences; nothing where the library's kind is all there is."""
         said = [self.sums.said] if self.sums.said else []
-        if self.sums.normed:
+        if self.sums.normed and self.config.dtype == "bfloat16" and self.model.hybrid is None:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
 

@@ -160,14 +160,26 @@ class Costs:
         return _on(curve, same, curve[0][1])
 
     def with_kernels(self, found: Mapping[str, KernelCost]) -> Costs:
-        """The same with these points. They take the place of those that were measured at the same
-        places: places that have a point of the same rows, bytes and FLOPs are the same."""
+        """The same with these points. They take the place of those of the same rows, bytes and
+        FLOPs; all others stay. Raises ConfigError if a kernel multiplied in another dtype."""
         merged = dict(self.kernels)
         for name, new in found.items():
-            sizes = {_size(point) for point in new.points}
-            old = self.kernels[name].points if name in self.kernels else ()
-            kept = [s for s in _series(old) if sizes.isdisjoint(map(_size, s))]
-            merged[name] = replace(new, points=(*(p for s in kept for p in s), *new.points))
+            old = self.kernels.get(name, replace(new, points=()))
+            if old.arithmetic != new.arithmetic:
+                raise ConfigError(
+                    f"costs of {name}: multiply in {old.arithmetic}, and the new ones in "
+                    f"{new.arithmetic}; give --out FILE, and no --add"
+                )
+            again = set(map(_size, new.points))
+            kept = [[p for p in s if _size(p) not in again] for s in _series(old.points)]
+            # First rows fall, so that no place reads as the rest of the one before it.
+            every = sorted((*filter(None, kept), *_series(new.points)), key=lambda s: -s[0].rows)
+            merged[name] = replace(
+                new,
+                points=tuple(p for s in every for p in s),
+                queue=old.queue if new.queue is None else new.queue,
+                lasting=old.lasting if new.lasting is None else new.lasting,
+            )
         return replace(self, kernels=dict(sorted(merged.items())))
 
     def with_collectives(self, found: Mapping[str, Collective]) -> Costs:

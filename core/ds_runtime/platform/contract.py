@@ -199,7 +199,7 @@ class Platform(ABC):
     * capture_after: 0 if steps are captured at start. Else each decode step, with drafts or
       without, is captured when it has run that often op by op. This is for devices on which
       recording is cheap and a spare row is not. The capture runs the step, too.
-    * ordered_sums: link of the devices of one host → the most ranks of a group whose communicator
+    * ordered_sums: link of the devices of one host → every size of a group whose communicator
       has an `ordered_sum`.
     * fast_sums: the same for the communicator's `fast_sums`.
     * on_host: kernels run on the host's cores. `DeviceInfo.cores` are these, and ranks divide them.

@@ -59,9 +59,10 @@ class RoutedEngine(Protocol):
         """Yields an answer piece by piece, as the engine makes it; the last has a finish_reason.
 
         prompt: text or token ids, to which no template is applied. params: default greedy, up to
-        16 tokens; `n` is 1. adapter: the name of a loaded one. Closing the generator ends
-        the request in the engine. A route that may leave the loop early, or whose client may,
-        writes `async with contextlib.aclosing(engine.generate(…)) as pieces:`.
+        16 tokens; `n` is 1. adapter: the name of a loaded one.
+
+        Closing the generator ends the request in the engine. A route that may leave the loop early,
+        or whose client may, writes `async with contextlib.aclosing(engine.generate(…)) as pieces:`.
         Raises RequestError for a prompt or settings that cannot be served; it names them. Raises
         EngineDeadError, NotReadyError, QueueFullError or LogitsError as other routes do.
         """

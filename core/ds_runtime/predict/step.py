@@ -50,7 +50,7 @@ def decode(requests: int, context: int) -> Step:
 
 
 def prefill(tokens: int, prompt: int, context: int = 0) -> Step:
-    """A step of `tokens` tokens, in prompts of `prompt` tokens each, behind `context` cached ones
+    """A step of `tokens` tokens, in prompts of `prompt` tokens each, after `context` cached ones
     of each. Where attention is dense, these are left out."""
     count = max(1, tokens // prompt)
     return Step("prefill", tokens, count, context, count)
@@ -255,8 +255,8 @@ def _as_json(one: Predicted) -> dict[str, Any]:
 
 
 def predictions(assembly: Assembly, costs: Costs, context: int) -> Iterator[Predicted]:
-    """Of decode steps of `BATCHES`, as many as run at once, and of a whole step of prompts; where
-    rows of long prompts choose what they attend, of one such prompt as well."""
+    """Of decode steps of `BATCHES`, as many as run at once, and of a whole step of prompts. Where
+    rows of long prompts choose what they attend, one such prompt as well."""
     most = assembly.config.max_running_requests
     if (fits := room.cached_tokens(assembly)) is not None:
         most = min(most, fits // context)

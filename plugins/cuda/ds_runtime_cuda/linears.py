@@ -115,7 +115,8 @@ LINEAR: tuple[Kernel, ...] = (
         columns_on_chip,
         formats=FP8,
         numerics="",  # activations are not rounded
-        note="compiled by NVRTC when it is first needed",
+        note="compiled by NVRTC when it is first needed; calls of more than 8 rows read weights "
+        "once for each 8",
         rows=RowRange(FP8_ROWS, 1, 9),
         compiles=Compiles("fp8_few:compile_few"),
     ),

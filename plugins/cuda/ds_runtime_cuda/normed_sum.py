@@ -65,6 +65,8 @@ class NormMemory(SharedMemory):
         self.part(self.nbytes // 4, torch.int32).zero_()
         self.calls = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.module = nvrtc.Module(_SOURCE, defines(self.ranks))
+        for name in ("normed_sum", "normed_sum_wide"):
+            self.module.function(name)
         self.calls.tolist()  # no rank may write a signal before there are zeros
 
     def meet(self) -> None:

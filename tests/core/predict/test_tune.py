@@ -79,27 +79,44 @@ places = st.lists(
 
 
 @given(places, places)
-def test_a_place_that_is_measured_again_has_new_points_alone(old, new):
+def test_points_that_are_measured_again_are_new_and_all_others_stay(old, new):
     """A place has bytes of its own here: those of its number."""
 
     def kernel(series, seconds):
         points = [Point(n, at + 1, n, seconds) for at, rows in enumerate(series) for n in rows]
-        return {"a:b": KernelCost("linear", "bfloat16", tuple(points))} if points else {}
+        cost = KernelCost("linear", "bfloat16", tuple(points), queue=seconds, lasting=seconds)
+        return {"a:b": cost} if points else {}
 
     before = replace(good("x"), kernels=kernel(old, 1.0))
     after = before.with_kernels(kernel(new, 2.0)).kernels
     if not new:
         assert after == before.kernels
         return
+    want = {(n, at): 1.0 for at, rows in enumerate(old) for n in rows}
+    want |= {(n, at): 2.0 for at, rows in enumerate(new) for n in rows}
     points = after["a:b"].points
-    assert {p for p in points if p.seconds == 2.0} == set(kernel(new, 2.0)["a:b"].points)
-    left = {(p.rows, int(p.nbytes) - 1) for p in points if p.seconds == 1.0}
-    again = {at for at, rows in enumerate(new) if at < len(old) and set(rows) & set(old[at])}
-    # Old places that follow each other are one series where rows keep rising: they go together.
-    assert all(at not in again for _, at in left)
-    joined = any(b[0] > a[-1] for a, b in pairwise(old))
-    if not joined:
-        assert left == {(n, at) for at, rows in enumerate(old) if at not in again for n in rows}
+    assert len(points) == len(want)
+    assert {(p.rows, int(p.nbytes) - 1): p.seconds for p in points} == want
+
+
+def test_added_rows_do_not_join_another_place():
+    """Places of one kernel end at 512 rows; two are measured at 1,024. What a part does not measure
+    is kept."""
+    ladder, wide, narrow = (1, 64, 512), 3.0, 2.0
+
+    def cost(points, queue=None, lasting=None):
+        return {"a:b": KernelCost("linear", "bfloat16", tuple(points), queue, lasting)}
+
+    old = [Point(n, n * width, n, 1.0) for width in (wide, narrow) for n in ladder]
+    new = [Point(1024, 1024 * width, 1024, 1.0) for width in (wide, narrow)]
+    before = replace(good("x"), kernels=cost(old, 1e-6, 1.3))
+    after = before.with_kernels(cost(new)).kernels["a:b"]
+    assert (after.queue, after.lasting) == (1e-6, 1.3)
+    places = [{p.nbytes / p.rows for p in one} for one in costs._series(after.points)]
+    assert sorted(map(len, places)) == [1, 1, 1, 1] and len(after.points) == 8
+    other = {"a:b": replace(cost(new)["a:b"], arithmetic="float32")}
+    with pytest.raises(ConfigError, match="multiply in bfloat16, and the new ones in float32"):
+        before.with_kernels(other)
 
 
 @pytest.mark.parametrize("exists", [True, False])

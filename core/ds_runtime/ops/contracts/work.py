@@ -35,7 +35,7 @@ class Sizes:
 
     width: of rows of a small op. context: cached tokens per sequence. vocab: rows of logits and
     embedding on this rank. held: the format in which the kernel keeps its weight. prompt: of ops
-    that choose what a row sees, the rows are those of one sequence, behind `context` others of it;
+    that choose what a row sees, the rows are those of one sequence, after `context` others of it;
     else each is of a sequence of its own.
     """
 

@@ -58,7 +58,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "--seconds", type=float, default=0.02, metavar="S", help="per point (default: 0.02)"
     )
     costs.add_argument(
-        "--add", action="store_true", help="keep what else the file holds, of a part"
+        "--add", action="store_true", help="measure a part, and keep all else that the file holds"
     )
     costs.set_defaults(run=run_costs)
     comm = kinds.add_parser("comm", help="collectives", description=COMM_ABOUT)
@@ -109,7 +109,11 @@ def run_costs(args: Namespace) -> int:
     out = _file(args, device)
     whole = _to_add_to(args, out, smallest) if args.add else None
     known = _known(out, device) if out.exists() else None
-    if not args.add and _replaces_more(args, out):
+    if known is None and args.out is None:
+        from ds_runtime.measured.found import costs_of
+
+        known = costs_of(smallest.plugins, device)  # the file hides what a plugin ships
+    if not args.add and _replaces_more(args, known):
         raise ConfigError(
             f"{out}: holds costs; a part of them would replace all: give --out FILE, or --add"
         )
@@ -140,10 +144,10 @@ def run_costs(args: Namespace) -> int:
     return 0
 
 
-def _replaces_more(args: Namespace, out: Path) -> bool:
-    """Whether a part alone is to be measured, and the file that nobody named holds more."""
+def _replaces_more(args: Namespace, known: Any) -> bool:
+    """Whether a part alone is to be measured, and would stand for costs that nobody named."""
     part = bool(args.op or args.rows or args.shapes)
-    return part and args.out is None and out.exists()
+    return part and args.out is None and known is not None
 
 
 def _file(args: Namespace, device: str) -> Path:
