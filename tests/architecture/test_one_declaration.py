@@ -114,7 +114,7 @@ FIELD = """    clamped_silu_mul: ClampedSiluMul = op(
         results={"": lambda f, x, limit: ((half(x), name_of(x)),)},
         rows={"": (0,)},
         cost=Cost(
-            {"": (lambda p, n: (p.normal(n, 2 * p.width), 7.0), _flops)}, by_width=True
+            {"": (lambda p, n: (p.normal(n, 2 * p.width), 7.0), _multiplied)}, by_width=True
         ),
         summary="SwiGLU activation of limited values",
     )

@@ -50,9 +50,9 @@ def off(comm, found, parts, residual, weight):
 
 
 def quantised(comm, device, norm, rows, width):
-    """Codes are those that torch makes on the CPU of what the kernel returns unquantised, which `off`
-    judges. The norm is rounded to bfloat16 first. On CUDA torch multiplies by 1 / 448, which moves
-    a scale by its last bit."""
+    """Codes are those that torch makes on the CPU of what the kernel returns unquantised, which
+    `off` judges. The norm is rounded to bfloat16 first. On CUDA torch multiplies by 1 / 448, which
+    moves a scale by its last bit."""
     parts = torch.stack([drawn(rows + width + r, rows, width, device) for r in range(comm.size)])
     residual, weight = drawn(90, rows, width, device), drawn(91, 1, width, device)[0]
     given = parts[comm.rank], weight, EPS

@@ -147,7 +147,7 @@ def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
 def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
-    bound = Bound(binding.choices)
+    bound = Places(binding.choices)
     own, scored = step.most(mesh.attn_dp), _scored(assembly, step)
     for site, kernel in binding.choices:
         if kernel is None or site.role == DRAFT:
@@ -202,7 +202,7 @@ def _branch(site: Site) -> Branch:
     return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
 
-class Bound:
+class Places:
     """Which ops of a binding's places have a kernel, and how wide their weights are.
 
     A model has thousands of places, and each asks about others.
@@ -222,7 +222,7 @@ class Bound:
         return self._ops.get((layer, module), set())
 
 
-def _count(site: Site, step: Step, bound: Bound, scored: bool | None) -> int:
+def _count(site: Site, step: Step, bound: Places, scored: bool | None) -> int:
     """How often a step calls the op of a place; 0 where others do its work."""
     if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
         return 0
@@ -251,7 +251,7 @@ def _where(site: Site) -> bool | None:
     return True if chooses else None
 
 
-def _in_one(layer: int, step: Step, bound: Bound) -> bool:
+def _in_one(layer: int, step: Step, bound: Places) -> bool:
     """Whether a fused kernel makes all inputs of a layer's attention."""
     return step.phase == "decode" and "mla_inputs" in bound.at(layer, f"{ATTENTION}.inputs")
 
@@ -264,7 +264,7 @@ def _norms(here: set[str], layer: int) -> tuple[str, str]:
     return (quantises if quantises in here else first), "add_rms_norm"
 
 
-def _methods(site: Site, step: Step, bound: Bound, scored: bool | None) -> tuple[str, ...]:
+def _methods(site: Site, step: Step, bound: Places, scored: bool | None) -> tuple[str, ...]:
     cost = OPS[site.op].cost
     assert cost is not None, site.op
     if site.op == "mla_absorb":
@@ -276,7 +276,7 @@ def _methods(site: Site, step: Step, bound: Bound, scored: bool | None) -> tuple
     return tuple(cost.calls)
 
 
-def _fed(site: Site, bound: Bound) -> bool:
+def _fed(site: Site, bound: Places) -> bool:
     """Whether what is in front of this weight may bring codes."""
     module, _, last = site.module.rpartition(".")
     if last not in _FED:
@@ -303,7 +303,7 @@ def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
     return every if site.module == EMBEDDING else own
 
 
-def _sizes(assembly: Assembly, site: Site, step: Step, bound: Bound) -> Sizes:
+def _sizes(assembly: Assembly, site: Site, step: Step, bound: Places) -> Sizes:
     model, base = assembly.model, assembly.binding.base
     cost = OPS[site.op].cost
     width = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
 from ds_runtime.measured import found
-from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point
+from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point, _series
 from ds_runtime.parallel.sums.kinds import ALIGNED, FAST
 from ds_runtime.platform.cores import cores
 from ds_runtime_bench.ops import comm, host_steps, tune
@@ -112,7 +112,7 @@ def test_added_rows_do_not_join_another_place():
     before = replace(good("x"), kernels=cost(old, 1e-6, 1.3))
     after = before.with_kernels(cost(new)).kernels["a:b"]
     assert (after.queue, after.lasting) == (1e-6, 1.3)
-    places = [{p.nbytes / p.rows for p in one} for one in costs._series(after.points)]
+    places = [{p.nbytes / p.rows for p in one} for one in _series(after.points)]
     assert sorted(map(len, places)) == [1, 1, 1, 1] and len(after.points) == 8
     other = {"a:b": replace(cost(new)["a:b"], arithmetic="float32")}
     with pytest.raises(ConfigError, match="multiply in bfloat16, and the new ones in float32"):
