@@ -78,8 +78,8 @@ SECTIONS: tuple[tuple[str, str, str], ...] = (
     (
         "Platforms",
         "What a device can do, and how its ranks talk, capture steps and copy pages.",
-        "Platform TorchPlatform MemoryInfo Communicator TorchCommunicator GraphBackend Recording"
-        " Recorded PageCopies TorchPageCopies Copying LayerBlocks Ceilings ceilings"
+        "Platform TorchPlatform MemoryInfo Communicator NormedSum TorchCommunicator GraphBackend"
+        " Recording Recorded PageCopies TorchPageCopies Copying LayerBlocks Ceilings ceilings"
         " cores_per_device compiled kept_in",
     ),
     (

@@ -60,7 +60,14 @@ from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform
 from ds_runtime.platform import exports
-from ds_runtime.platform.contract import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
+from ds_runtime.platform.contract import (
+    Ceilings,
+    Communicator,
+    GraphBackend,
+    MemoryInfo,
+    NormedSum,
+    Platform,
+)
 from ds_runtime.platform.kv_transfer import (
     CacheBlocks,
     KvTransfer,
@@ -213,6 +220,7 @@ __all__ = [
     "LoaderSample",
     "MemoryInfo",
     "MlaWeights",
+    "NormedSum",
     "Op",
     "Packed",
     "PageCopies",
