@@ -23,7 +23,7 @@ from zipfile import BadZipFile
 from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.plugins.trust.code_of import Specs, foreign_code
-from ds_runtime.plugins.trust.imports_of import editable_folder, first_file
+from ds_runtime.plugins.trust.imports_of import editable_url, first_file
 
 FORMAT = 1
 _FIELDS = {"distribution", "version", "digest"}
@@ -40,13 +40,13 @@ def digest(distribution: Distribution) -> str:
     Raises Unreadable where these are not all of the code that an import of it could run.
     """
     try:
-        editable, files = editable_folder(distribution) is not None, distribution.files
-    except UnicodeDecodeError as e:  # a ValueError, whose words name no file
-        raise Unreadable(f"has a RECORD that is not UTF-8 ({e}): install it again") from e
-    except csv.Error as e:
-        raise Unreadable(f"has a RECORD that cannot be read ({e}): install it again") from e
-    except (OSError, ValueError) as e:
+        editable = editable_url(distribution) is not None
+    except ValueError as e:
         raise Unreadable(f"{e}: install it again") from e
+    try:
+        files = distribution.files
+    except (OSError, ValueError, TypeError, csv.Error) as e:  # TypeError: a row of four fields
+        raise Unreadable(f"has a RECORD that cannot be read ({e}): install it again") from e
     if editable:
         raise Unreadable("is installed editable, so its code may change at any time")
     if files is None:
@@ -178,7 +178,7 @@ def hidden_by(entry: EntryPoint, left: list[str]) -> str | None:
     if [*Path(place).resolve().parents][depth : depth + 1] != [Path.cwd().resolve()]:
         return None
     try:
-        editable = entry.dist is not None and editable_folder(entry.dist) is not None
+        editable = entry.dist is not None and editable_url(entry.dist) is not None
     except ValueError:  # nobody can tell
         editable = False
     return None if editable else place

@@ -159,24 +159,25 @@ class Listed:
         return any(Path(str(self.dist.locate_file(name))).resolve() == origin for name in likely)
 
 
-def editable_folder(dist: Distribution) -> Path | None:
-    """The project that an editable installation leads to; None for one that is not editable.
-    Raises ValueError where its direct_url.json is none."""
+def editable_url(dist: Distribution) -> str | None:
+    """The URL of the project that an editable installation leads to, empty where it does not say;
+    None for one that is not editable. Raises ValueError where its direct_url.json is none."""
     try:
         about = json.loads(dist.read_text("direct_url.json") or "{}")
         if not about.get("dir_info", {}).get("editable"):
             return None
-        return Path(unquote(urlsplit(about.get("url", "")).path)).resolve()
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as e:
+        return str(about.get("url", ""))
+    except (OSError, ValueError, RecursionError, AttributeError) as e:
         raise ValueError(f"has a direct_url.json that cannot be read ({e})") from e
 
 
 def _is_editable_in(dist: Distribution, origin: Path) -> bool:
     try:
-        folder = editable_folder(dist)
+        url = urlsplit(editable_url(dist) or "")
+        folder = Path(unquote(url.path)).resolve()
     except ValueError:  # what nobody can read brings nothing
         return False
-    if folder is None or not origin.is_relative_to(folder):
+    if url.scheme != "file" or not origin.is_relative_to(folder):
         return False
     # An environment may lie in the project's folder; what is installed there has its own lists.
     inside = [p for p in _installed() if p != folder and p.is_relative_to(folder)]
