@@ -215,6 +215,8 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
             "--tp 8 --attn-dp-size 4 --dp 2",
             "--attn-dp-size 4: --dp 2 says another number of groups",
         ),
+        ("--tp 8 --attn-dp-size 2 --no-enable-dp-attention", "--attn-dp-size 2: not with --no-ena"),
+        ("--tp 8 --no-enable-dp-attention --attn-dp-size 2", "--attn-dp-size 2: not with --no-ena"),
         ("--speculative-accept-threshold-acc 0.9", "drafts change no token: leave it out"),
         ("--fp8-gemm-backend triton", "is --pin linear=KERNEL here"),
         ("--linear-backend marlin", "is --pin linear=KERNEL here"),

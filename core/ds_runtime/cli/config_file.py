@@ -36,7 +36,10 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """What the command line says, and `--config FILE` where that says nothing."""
     said: FromFile | None = getattr(namespace, "config", None)
     weak = getattr(namespace, "weak", {})
-    return {**weak, **(said.values if said else {}), **vars(namespace)}
+    if said is None:
+        return {**weak, **vars(namespace)}
+    firm = {name: value for name, value in said.values.items() if name not in said.weak}
+    return {**said.weak, **weak, **firm, **vars(namespace)}
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,12 @@ _ORDER = Spelling(
     "requests come in order of their arrival; --policy priority takes the important first",
     takes="one",
     values={
-        "fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one", weak=True),
+        "fcfs": Spelling(
+            "is --policy fifo here, unless another is said",
+            {"policy": "fifo"},
+            takes="one",
+            weak=True,
+        ),
         "priority": Spelling("is --policy priority here", {"policy": "priority"}, takes="one"),
     },
 )

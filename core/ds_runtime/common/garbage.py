@@ -34,7 +34,11 @@ def settle() -> None:
 
 
 def unsettle() -> None:
-    """Undo one `settle`; the last one brings the process's own settings back."""
+    """Undo one `settle`; the last one brings the process's own settings back.
+
+    Objects that the process froze before the first engine stay frozen. Where there were none, the
+    first engine that closes unfreezes those of all engines.
+    """
     global _users
     if not _users:
         return

@@ -4,6 +4,7 @@ of files and folders of another user. Real permissions, of a process that is not
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -348,3 +349,48 @@ def test_what_is_forgotten_is_never_read_until_it_is_written_again(steps) -> Non
         for inner in (outer / "cache").glob("??"):
             inner.chmod(0o700)
         shutil.rmtree(outer)
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """A disk that takes empty files alone, as one does whose blocks are all in use."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "mkdir", refuse)
+        patched.setattr(os, "writev", refuse)
+        patched.setattr(os, "write", refuse)
+        yield
+
+
+@pytest.mark.parametrize("started", ["with room", "full"])
+def test_a_page_that_is_refused_on_a_full_disk_stays_refused(cache: Path, started: str) -> None:
+    """After restarts, too; where the disk was full at the first start already, the user is told
+    that it does not."""
+    with unprivileged():
+        folder = DiskFolder(cache, 10**6)
+        assert folder.write(NAME, "page", views(CONTENT))
+        if started == "full":  # one that an older version has made
+            (cache / "refused").rmdir()
+    lock(cache, "read-only and its file")
+    (path,) = cache.glob("??/*.page")
+    note = cache / "refused" / f"{path.parent.name}{path.name}"
+    with unprivileged(), full():
+        if started == "full":
+            folder = DiskFolder(cache, 10**6)
+        assert folder.seconds(1) == 0 and "No space left" in folder.stopped
+        folder.forget(NAME, "page")
+        assert not folder.has(NAME, "page") and not is_read(folder)
+        assert f"{path} must not be read any more, and cannot be deleted" in folder.stopped
+        missing = folder.stopped.partition("(Permission denied), ")[2]
+        for _ in range(2):
+            later = DiskFolder(cache, 10**6)
+            if started == "with room":
+                assert not missing and note.exists() and note.stat().st_size == 0
+                assert not later.has(NAME, "page") and not is_read(later) and later.stopped
+            else:
+                assert missing.startswith(f"nor noted in {note} (No space left on device), so a")
+                assert ": delete it" in missing
+                assert is_read(later), "as it was told"

@@ -6,7 +6,8 @@ leaves none that is torn; what a machine leaves that dies is told by its checksu
 the disk: what is lost is computed again.
 
 A file that must not be read is deleted. Where nobody may delete or empty it, an empty file of its
-name in the folder `refused` says so to every server and after every restart.
+name in the folder `refused` says so to every server and after every restart. That folder is made
+at the start: a disk that fills up later still takes an empty file, and no folder.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DiskFolder:
                 )
             with suppress(OSError), (folder / "README.txt").open("x") as note:
                 note.write(_NOTE)  # a full disk can still be read; somebody's own stays
-            with suppress(OSError):  # a full disk takes an empty file, and no folder
+            with suppress(OSError):  # a disk that is full already can still be read
                 (folder / _NOTES).mkdir(mode=0o700, exist_ok=True)
             noted = self._read_notes()
         except OSError as e:
@@ -190,12 +191,16 @@ class DiskFolder:
         try:
             self._erase(path)
         except OSError as e:
-            with suppress(OSError):  # the folder takes nothing: no server starts with it, either
+            noted = ""
+            try:
                 self._write_note(path)
+            except OSError as none:
+                where = self._note(path)
+                noted = f", nor noted in {where} ({none.strerror}), so a restart would read it"
             more = len(self._refused) - 1
             others = f" and {more} more, listed in {self.folder / _NOTES}," if more else ""
             said = f"{path}{others} must not be read any more, and cannot be deleted ({e.strerror})"
-            self.stop(OSError(e.errno, f"{said}: delete {'them' if more else 'it'}"))
+            self.stop(OSError(e.errno, f"{said}{noted}: delete {'them' if more else 'it'}"))
 
     def _note(self, path: Path) -> Path:
         return self.folder / _NOTES / f"{path.parent.name}{path.name}"

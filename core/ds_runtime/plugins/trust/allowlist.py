@@ -8,6 +8,7 @@ whatever is listed, nothing is loaded from the working directory. Torch-free; im
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import site
@@ -22,7 +23,7 @@ from zipfile import BadZipFile
 from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.plugins.trust.code_of import Specs, foreign_code
-from ds_runtime.plugins.trust.imports_of import first_file
+from ds_runtime.plugins.trust.imports_of import editable_url, first_file
 
 FORMAT = 1
 _FIELDS = {"distribution", "version", "digest"}
@@ -38,20 +39,27 @@ def digest(distribution: Distribution) -> str:
 
     Raises Unreadable where these are not all of the code that an import of it could run.
     """
-    editable = json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {})
-    if editable.get("editable"):
+    try:
+        editable = editable_url(distribution) is not None
+    except ValueError as e:
+        raise Unreadable(f"{e}: install it again") from e
+    try:
+        files = distribution.files
+    except (OSError, ValueError, TypeError, csv.Error) as e:  # TypeError: a row of four fields
+        raise Unreadable(f"has a RECORD that cannot be read ({e}): install it again") from e
+    if editable:
         raise Unreadable("is installed editable, so its code may change at any time")
-    if distribution.files is None:
+    if files is None:
         raise Unreadable("has no RECORD of its files: install it with pip")
     found = hashlib.sha256()
-    for file in sorted(distribution.files, key=str):
+    for file in sorted(files, key=str):
         kept = file.parent.name == "__pycache__" and file.match("*.*.pyc")
         own = len(file.parts) == 2 and file.parts[0].endswith((".dist-info", ".egg-info"))
         if (own and file.name in _NOT_CODE) or kept or ".." in file.parts:
             continue  # kept bytecode is compared with its source
         try:
             content = file.read_binary()  # out of an archive, too
-        except (OSError, BadZipFile) as e:
+        except (OSError, ValueError, BadZipFile) as e:
             raise Unreadable(f"lacks its file {file}: install it again") from e
         found.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     if (said := foreign_code(distribution)) is not None:
@@ -169,6 +177,8 @@ def hidden_by(entry: EntryPoint, left: list[str]) -> str | None:
     depth = module.count(".") + (spec.submodule_search_locations is not None)
     if [*Path(place).resolve().parents][depth : depth + 1] != [Path.cwd().resolve()]:
         return None
-    dist = entry.dist
-    url = json.loads((dist.read_text("direct_url.json") if dist else None) or "{}")
-    return None if url.get("dir_info", {}).get("editable") else place
+    try:
+        editable = entry.dist is not None and editable_url(entry.dist) is not None
+    except ValueError:  # nobody can tell
+        editable = False
+    return None if editable else place

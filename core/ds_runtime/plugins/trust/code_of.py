@@ -37,6 +37,8 @@ def foreign_code(dist: Distribution) -> str | None:
     files = {
         Path(str(f.locate())).resolve(): (name, f) for f in dist.files or () if (name := _module(f))
     }
+    # What its digest counts; some are no modules, as run-me.py.
+    own = {Path(str(f.locate())).resolve() for f in dist.files or () if ".." not in f.parts}
     specs = Specs()
     folders = set[Path]()
     for path, (name, _) in files.items():
@@ -51,11 +53,11 @@ def foreign_code(dist: Distribution) -> str | None:
         if path.suffix in SOURCE_SUFFIXES and (cached := _other_bytecode(path)):
             return f"has {path}, and {cached} is not what that compiles to: delete it"
         folders |= {Path(where).resolve() for where in spec.submodule_search_locations or ()}
-    beside = next((p for folder in sorted(folders) for p in _strays(_opened(folder), files)), None)
+    beside = next((p for folder in sorted(folders) for p in _strays(_opened(folder), own)), None)
     if beside is not None:
         return f"has modules next to {beside}, which is no file of {dist.name}"
     sources = [
-        (name if path.stem == "__init__" else name.rpartition(".")[0], f.read_binary())
+        (name if f.stem == "__init__" else name.rpartition(".")[0], f.read_binary())
         for path, (name, f) in files.items()
         if path.suffix in SOURCE_SUFFIXES
     ]

@@ -47,9 +47,23 @@ def imported(source: bytes, package: str = "") -> Iterator[str]:
                 named = [*args[:1], *(k.value for k in keywords if k.arg == "name")]
                 for one in named if called in _BY_NAME else ():
                     if isinstance(one, ast.Constant) and isinstance(one.value, str):
-                        yield one.value
+                        within = [*args[1:2], *(k.value for k in keywords if k.arg == "package")]
+                        yield from _resolved(one.value, within, package)
             case ast.Constant(value=str(text)) if _LAZY.fullmatch(text):
                 yield text.partition(":")[0]
+
+
+def _resolved(name: str, within: list[ast.expr], package: str) -> Iterator[str]:
+    """What `import_module` looks for; a relative name is taken within the package that the call
+    says, and within the module's own where it says that by an expression."""
+    for one in within:
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            package = one.value
+    if not name.startswith("."):
+        yield name
+    elif package:
+        with suppress(ImportError):  # above the top: importing it says so
+            yield resolve_name(name, package)
 
 
 def stray(
@@ -127,7 +141,7 @@ class Listed:
                 names = [str(file) for file in dist.files or ()]
             else:
                 names = [row[0] for row in csv.reader(record.splitlines()) if row]
-        except (ValueError, csv.Error):  # one that nobody can read brings nothing
+        except (OSError, ValueError, csv.Error):  # one that nobody can read brings nothing
             names = []
         self._places: dict[str, list[str]] = {}  # by the file's name
         for name in names:
@@ -145,12 +159,25 @@ class Listed:
         return any(Path(str(self.dist.locate_file(name))).resolve() == origin for name in likely)
 
 
+def editable_url(dist: Distribution) -> str | None:
+    """The URL of the project that an editable installation leads to, empty where it does not say;
+    None for one that is not editable. Raises ValueError where its direct_url.json is none."""
+    try:
+        about = json.loads(dist.read_text("direct_url.json") or "{}")
+        if not about.get("dir_info", {}).get("editable"):
+            return None
+        return str(about.get("url", ""))
+    except (OSError, ValueError, RecursionError, AttributeError) as e:
+        raise ValueError(f"has a direct_url.json that cannot be read ({e})") from e
+
+
 def _is_editable_in(dist: Distribution, origin: Path) -> bool:
-    about = json.loads(dist.read_text("direct_url.json") or "{}")
-    if not about.get("dir_info", {}).get("editable"):
+    try:
+        url = urlsplit(editable_url(dist) or "")
+        folder = Path(unquote(url.path)).resolve()
+    except ValueError:  # what nobody can read brings nothing
         return False
-    folder = Path(unquote(urlsplit(about.get("url", "")).path)).resolve()
-    if not origin.is_relative_to(folder):
+    if url.scheme != "file" or not origin.is_relative_to(folder):
         return False
     # An environment may lie in the project's folder; what is installed there has its own lists.
     inside = [p for p in _installed() if p != folder and p.is_relative_to(folder)]
@@ -161,4 +188,4 @@ def _installed() -> list[Path]:
     """Folders that packages are installed into."""
     found = [Path(p).resolve() for p in sys.path]
     names = ("site-packages", "dist-packages")
-    return [p for p in found if p.name in names]
+    return [p for p in found if p.name in names or any(p.glob("*.dist-info"))]
