@@ -61,3 +61,25 @@ def test_no_attention_by_groups_is_heard_beside_parallel_experts(tmp_path):
         engine, _, notes = parsed(*words)
         assert (engine.tp, engine.replicas, engine.attn_dp) == (2, 2, 1), words
         assert not any("is --tp 4" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "args", "placed"),
+    [
+        ("attn-dp-size: 0", "", True),
+        ("attn-dp-size: 2", "--attn-dp-size 0", False),
+        ("dp: 2", "--dp 0", False),
+        ("dp: 0", "--dp 2", None),
+        ("attn-dp-size: 0", "--attn-dp-size 2", None),
+    ],
+)
+def test_a_bad_value_is_of_whichever_comes_first(file, args, placed, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(file)
+    words = ("--tp", "8", "--config", str(path), *args.split())
+    if placed is None:
+        assert parsed(*words)[0].dp == 2
+        return
+    with pytest.raises(ConfigError, match="--dp 0: must be at least 1") as refusal:
+        parsed(*words)
+    assert (f"--config {path}, line 1: " in str(refusal.value)) == placed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ class FromFile:
     lines: Mapping[str, int]
     weak: Mapping[str, Any] = field(default_factory=dict)  # of these, as `Spelling.weak`
 
-    def place(self, error: ConfigError, given: Collection[str]) -> ConfigError:
+    def place(self, error: ConfigError, namespace: argparse.Namespace) -> ConfigError:
         """The error with the line that it is about, if it is about one of the file's."""
         flag = str(error).partition(" ")[0].rstrip(":")
         name = flag.removeprefix("--").replace("-", "_")
-        if name not in self.values or name in given:
+        said = {*vars(namespace), *(self.weak.keys() & getattr(namespace, "weak", {}).keys())}
+        if name not in self.values or name in said:  # the command line's comes first
             return error
         return ConfigError(f"--config {self.path}, line {self.lines[name]}: {error}")
 

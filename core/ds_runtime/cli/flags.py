@@ -64,7 +64,7 @@ def build(config: type[C], namespace: argparse.Namespace) -> tuple[C, frozenset[
     try:
         return config(**values), frozenset(values)
     except ConfigError as e:
-        raise said.place(e, vars(namespace)) if said else e from None
+        raise said.place(e, namespace) if said else e from None
 
 
 def _value(value: Any) -> Any:
