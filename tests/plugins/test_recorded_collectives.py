@@ -22,6 +22,7 @@ APART = {  # collectives of the contract that no recorded step uses
     "gather_objects": "of Python's objects, at the start and for adapters",
     "ordered_sum": "asked at the start, and the CPU has none",
     "fast_sums": "asked at the start, and the CPU has none",
+    "normed_sum": "asked at the start, and the CPU has none",
     "split": "at the start",
     "close": "at the end",
 }
@@ -43,6 +44,7 @@ def group(tmp_path):
 
 def test_the_host_has_no_sum_that_would_be_recorded(group):
     assert group.ordered_sum(1 << 18) is None and not group.fast_sums(1 << 20)
+    assert group.normed_sum(1 << 20) is None
 
 
 @pytest.mark.parametrize("name", collectives())
