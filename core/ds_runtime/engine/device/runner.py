@@ -236,7 +236,8 @@ class Runner:
         """alone: what runs it, over caches of its own."""
         for init in plan.init:
             self.sampler.start(init)
-        self.copy(plan)
+        if self.below is not None or plan.copies:
+            self.copy(plan)
         handle = Handle(plan)
         if self.waits.serves:
             self.waits.begin(plan.step)
