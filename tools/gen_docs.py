@@ -72,7 +72,7 @@ Unless a docstring says something else:
   s // page_size. A negative slot is padding.
 * `cos_sin` is the table of Rope. A segment is the rows of one sequence (`Segments`).
 
-Each layout of the references has a tag, which kernels that read and write it name:
+Each layout of the references has a tag. Kernels that read and write it name the tag.
 
 """
 AFTER_LAYOUTS = "\n[Cache groups](cache-groups.md) says how a plugin brings its own layout.\n\n"

@@ -4,13 +4,13 @@ and of 4 ranks, op by op and captured, with ranks that come late.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 import traceback
 
 import pytest
 import torch
+from ranks_on_devices import check_ranks
 
 from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.parallel.sums.normed import WIDEST
@@ -180,22 +180,4 @@ def rank_of(rank, size, address, results):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_sum_with_its_norm_of_every_size(tmp_path, size):
-    platform, _ = select_platform(load_plugins())
-    try:
-        links = [platform.info(rank).link for rank in range(size)]
-    except Exception as e:
-        pytest.skip(f"{size} devices are needed: {e}")
-    if not all(size in platform.fast_sums.get(link, ()) for link in links):
-        pytest.skip(f"no such sums of {size} ranks of {platform.name} over {set(links)}")
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    given = [(rank, size, f"file://{tmp_path}/meet", results) for rank in range(size)]
-    ranks = [context.Process(target=rank_of, args=one, daemon=True) for one in given]
-    for process in ranks:
-        process.start()
-    try:
-        assert [results.get(timeout=240) for _ in ranks] == [""] * size
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    check_ranks(tmp_path, size, rank_of)

@@ -60,13 +60,7 @@ class LinearFp8:
         self._gemm = _library().fp8_gemm_nt
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = fp8_blocks.join(weight)
-        if joined is None:
-            return fp8_blocks.dense(weight, self.tag)
-        values, scale = joined
-        tensors = {"weight": values, "scale": scale}
-        nbytes = values.nbytes + scale.nbytes
-        return Packed(FP8_ROWS, weight.shape, tensors, nbytes, fp8_blocks.restore)
+        return fp8_blocks.packed(weight, self.tag, FP8_ROWS)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag, FP8_ROWS)

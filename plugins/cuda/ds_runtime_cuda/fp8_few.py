@@ -119,13 +119,9 @@ class LinearFewFp8:
         pass
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = fp8_blocks.join(weight)
-        if joined is None or weight.shape[1] % BLOCK or not groups_for(weight.shape[1]):
+        if weight.shape[1] % BLOCK or not groups_for(weight.shape[1]):
             return fp8_blocks.dense(weight, self.tag)
-        values, scale = joined
-        tensors = {"weight": values, "scale": scale}
-        nbytes = values.nbytes + scale.nbytes
-        return Packed(FP8_ROWS, weight.shape, tensors, nbytes, fp8_blocks.restore)
+        return fp8_blocks.packed(weight, self.tag, FP8_ROWS)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag, FP8_ROWS)

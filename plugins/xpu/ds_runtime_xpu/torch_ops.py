@@ -47,14 +47,7 @@ class LinearScaledMm:
         _library()
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = fp8_blocks.join(weight)
-        if joined is None:
-            return fp8_blocks.dense(weight, self.tag)
-        values, scale = joined
-        tensors = {"weight": values, "scale": scale}
-        return Packed(
-            self.tag, weight.shape, tensors, values.nbytes + scale.nbytes, fp8_blocks.restore
-        )
+        return fp8_blocks.packed(weight, self.tag)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

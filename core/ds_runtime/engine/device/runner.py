@@ -209,8 +209,7 @@ class Runner:
 
     def _blame(self, plan: StepPlan, error: BaseException) -> None:
         """Raise KernelError if a kernel is why a step failed: it fails once more, checked. Where
-        there are several ranks, the others would have to take part in that.
-        """
+        there are several ranks, the others would have to take part in that."""
         if isinstance(error, KeyboardInterrupt | DsRuntimeError) or self.comm.size > 1:
             return
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import BooleanOptionalAction, Namespace, _SubParsersAction
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _SubParsersAction
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,20 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     _make_gguf(kinds)
 
 
-def _one_batch(kinds: _SubParsersAction[Any]) -> None:
-    parser = kinds.add_parser("one-batch", help="prefill and decode rates of one batch")
+def _batch_sizes(parser: ArgumentParser, *default: int) -> None:
     parser.add_argument(
         "--batch-size",
         type=int,
         nargs="+",
-        default=[1],
+        default=list(default),
         metavar="N",
-        help="requests in a step, one measurement each (default: 1)",
+        help=f"requests in a step, one measurement each (default: {' '.join(map(str, default))})",
     )
+
+
+def _one_batch(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser("one-batch", help="prefill and decode rates of one batch")
+    _batch_sizes(parser, 1)
     parser.add_argument(
         "--input-len",
         "--input",
@@ -78,14 +82,7 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser(
         "speculative", help="decode rates with drafts and without, and the best"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="requests in a step, one measurement each (default: 1)",
-    )
+    _batch_sizes(parser, 1)
     parser.add_argument(
         "--steps",
         type=int,
@@ -156,14 +153,7 @@ def _compare(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="turns of each engine (default: 5)"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        default=[1, 4, 16],
-        metavar="N",
-        help="requests in a step, one measurement each (default: 1 4 16)",
-    )
+    _batch_sizes(parser, 1, 4, 16)
     parser.add_argument(
         "--input-len", type=int, default=16, metavar="N", help="tokens of each prompt (default: 16)"
     )

@@ -1,7 +1,7 @@
 """Torch references of the paged latent cache, and the layout `latent_pages`.
 
-One layer is one tensor [pages, page_size, kv_lora + rope] in facts.kv_dtype: the normed latent,
-then the rotated key. Slot s is row s % page_size of page s // page_size.
+One layer is one tensor [pages, page_size, kv_lora + rope] in facts.kv_dtype. An entry has
+the normed latent, then the rotated key. Slot s is row s % page_size of page s // page_size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Torch reference of attention over expanded keys and values, and the layout `expanded_pages`.
 
-One layer is one tensor [pages, page_size, heads · (nope + v) + rope] in facts.kv_dtype: per head
-the key and the value, then one rotated key for all. Slots are as in `latent_pages`.
+One layer is one tensor [pages, page_size, heads · (nope + v) + rope] in facts.kv_dtype. An
+entry has the key and the value of each head, then one rotated key for all. Slots are as in
+`latent_pages`.
 """
 
 from __future__ import annotations

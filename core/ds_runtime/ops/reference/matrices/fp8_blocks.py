@@ -52,6 +52,19 @@ def dense(weight: Weight, tag: str) -> Packed:
     return Packed(tag, weight.shape, {"dense": held}, held.nbytes, restore)
 
 
+def packed(weight: Weight, tag: str, form: str = "") -> Packed:
+    """Returns the blocks of `join` as tensors `weight` and `scale`, or `dense` where it has none.
+
+    tag: the kernel's own. form: under which other kernels read the blocks, too (default: tag).
+    """
+    joined = join(weight)
+    if joined is None:
+        return dense(weight, tag)
+    values, scale = joined
+    tensors = {"weight": values, "scale": scale}
+    return Packed(form or tag, weight.shape, tensors, values.nbytes + scale.nbytes, restore)
+
+
 def restore(packed: Packed) -> Tensor:
     """For `Packed.restore` of tensors `weight` and `scale`, or `dense`. Returns float32."""
     tensors = packed.tensors
