@@ -142,6 +142,25 @@ class Thread:
     def normed_sum(self, nbytes):
         return None if self._wrong("no such sum") else Normed(self)
 
+    def gather_logits(self, nbytes):
+        return None if self._wrong("no such sum") else self._side_by_side
+
+    def _side_by_side(self, x, out):
+        xs = [y.clone() for y in self.group.exchange(self.rank, x)]
+        self.group.barrier.wait()
+        if self._wrong("the other order"):
+            xs.reverse()
+        found = torch.cat(xs, 1).float()[:, : out.shape[1]]
+        if self._wrong("one column late"):
+            found = found.roll(1, 1)
+        if self._wrong("own part alone"):
+            found = torch.cat([x, x], 1).float()[:, : out.shape[1]]
+        out.copy_(found)
+        if self._wrong("in place"):
+            x.add_(1)
+        if self._wrong("beyond out") and out.numel():
+            torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(0)
+
     def add(self, x):
         assert x.is_contiguous()
         xs = self.group.exchange(self.rank, x)
@@ -208,6 +227,7 @@ NORMED = (
     "twice as large",
     "half scales",
 )
+GATHERED = ("the other order", "one column late", "own part alone", "in place", "beyond out")
 
 
 def failures(op, fault):
@@ -244,6 +264,7 @@ def failures(op, fault):
         ("ordered_sum", "as it came"),
         *(("fast_sums", fault) for fault in FAST),
         *(("normed_sum", fault) for fault in NORMED),
+        *(("gather_logits", fault) for fault in GATHERED),
     ],
 )
 def test_a_wrong_communicator_is_found(op, fault):

@@ -175,22 +175,34 @@ def check_answers(found, expected, run, tolerance=1e-4):
         check_float32(found, expected, tolerance)
 
 
-def check_near(found, expected, run):
+def check_near(found, expected, run, other):
     """Of coarser dtypes, whose answers have two alternatives: tokens are the same up to a near-tie
     of a greedy answer, and nearly as likely. Where rounding moves a token to another expert, a
     single one differs more. A mask leaves no alternatives to tell a near-tie by, and a sampled
-    token may lie at a bound between two."""
+    token may lie at a bound between two.
+
+    other: answers of one device in batches of another size. Its own rounding moves them, and more
+    so with adapters, which are large. Two tokens that swap have both moved, so a near-tie is twice
+    as wide as that. Ranks may be off by half as much more in the mean.
+    """
+    own, gaps = gaps_of(other, expected), gaps_of(found, expected)
+    near, mean = max(MOVED, 2 * max(own)), max(NEAR / 2, 1.5 * sum(own) / len(own))
     free = [i for i in range(len(found)) if _greedy(i, run)]
-    check_coarse([found[i] for i in free], [expected[i] for i in free], near=MOVED)
-    gaps, every = [], sum(len(b.token_ids) for b in expected)
+    check_coarse([found[i] for i in free], [expected[i] for i in free], near=near)
+    said = f"{max(gaps):.3f} of {near:.3f} apart at most, {sum(gaps) / len(gaps):.4f} of {mean:.4f}"
+    assert max(gaps) < near and sum(gaps) / len(gaps) < mean, f"{said} in the mean"
+    assert len(gaps) > sum(len(b.token_ids) for b in expected) / 2
+
+
+def gaps_of(found, expected):
+    """Of log-probabilities, up to the first token of each answer that differs."""
+    gaps = []
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(a.logprobs, b.logprobs, strict=False):
             if x.token != y.token:
                 break
             gaps.append(abs(x.logprob - y.logprob))
-    worst, mean = max(gaps), sum(gaps) / len(gaps)
-    assert worst < MOVED and mean < NEAR / 2, f"{worst:.3f} apart at most, {mean:.3f} in the mean"
-    assert len(gaps) > every / 2
+    return gaps
 
 
 def _greedy(number, run):

@@ -99,6 +99,30 @@ def test_small_sums_are_one_call_with_the_norm_behind_them(tiny, sharing, tmp_pa
     check_counted([("one_shot" if kind == "normed" else kind, size) for kind, size in served])
 
 
+@pytest.mark.parametrize("lacked", [False, True])
+def test_few_logits_are_gathered_by_one_kernel(tiny, sharing, tmp_path, monkeypatch, lacked):
+    """Up to the measured size, with the library's answers to the bit; captured steps, too."""
+    own = costs(device(sharing), 512, 2048)
+    most = 1 << 11  # bytes, of which four rows of the tiny vocabulary are more
+    curves = {
+        "gather_logits": {2: tuple((n, 1e-5 if n <= most else 9e-5) for n in SIZES)},
+        "all_gather": {2: tuple((n, 2e-5) for n in SIZES)},
+    }
+    own.with_collectives(curves).write(found.own(device(sharing)))
+    more = {"dtype": "bfloat16"}
+    plain, none = answers(str(tiny), sharing, disable_custom_all_reduce=True, **more)
+    assert none.gathered == 0
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    if lacked:
+        monkeypatch.setenv("GATHER_LACKED", "1")
+    own, sums = answers(str(tiny), sharing, **more)
+    assert own == plain and sums.gathered == (0 if lacked else most)
+    noted = [(tmp_path / f"noted.{rank}").read_text().split("\n") for rank in range(2)]
+    assert noted[0] == noted[1]
+    sizes = {int(line.split()[1]) for line in noted[0] if line.startswith("gather_logits")}
+    assert bool(sizes) != lacked and all(2 * size <= most for size in sizes)
+
+
 @pytest.mark.parametrize(
     ("lacked", "left"),
     [

@@ -17,7 +17,7 @@ from test_cuda_shared_sums import PLACE, Memory, ranks
 
 from ds_runtime.ops.reference import norm
 from ds_runtime.ops.reference.matrices.linear import quantize_group
-from ds_runtime_cuda import normed_sum, nvlink
+from ds_runtime_cuda import normed_sum, nvlink, rank_kernels
 
 KINDS = {0: torch.bfloat16, 1: torch.float32}
 
@@ -32,9 +32,7 @@ class Kernel:
     """Of one rank's module."""
 
     def __init__(self, source, defines):
-        assert source == "normed_sum.cu" and defines["ARGS"] == ctypes.sizeof(
-            normed_sum._NormedSumArgs
-        )
+        assert source == "normed_sum.cu" and defines["ARGS"] == ctypes.sizeof(normed_sum.Arguments)
         self.ranks, self.signals = defines["RANKS"], defines["SIGNALS"]
 
     def function(self, name):
@@ -89,7 +87,7 @@ class STAND:
 
 def everywhere(size, run, fault="", capability=(9, 0), before=None):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(normed_sum.nvrtc, "Module", Kernel)
+        patch.setattr(rank_kernels.nvrtc, "Module", Kernel)
         patch.setattr(normed_sum.nvrtc, "launch", launch)
         patch.setattr(nvlink, "_capability", lambda device: capability)
         STAND.fault = fault

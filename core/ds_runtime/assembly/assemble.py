@@ -120,7 +120,7 @@ def assemble(
     facts = replace(_facts(config, model, info), graph_capture=captured, threads=threads)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
-    sums = decide_sums(config, platform, info, plugins)
+    sums = decide_sums(config, model, platform, info, plugins)
     loader = find_loader(offers, model, str(folder / "config.json"))
     drafts = _drafts(config, folder, model, offers)
     if drafts is not None:

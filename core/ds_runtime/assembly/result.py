@@ -22,7 +22,7 @@ from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
-from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, ONE_SHOT, Sums
+from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, ONE_SHOT, Sums, spelled
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
@@ -91,8 +91,8 @@ class Assembly:
     def summing(self, able: Sums) -> Assembly:
         """The same with the kinds of sums that its ranks could set up. able: without a sentence."""
         if (able.sizes, able.at_once) == (self.sums.sizes, self.sums.at_once):
-            same = able.normed == self.sums.normed
-            return self if same else replace(self, sums=replace(self.sums, normed=able.normed))
+            own = replace(self.sums, normed=able.normed, gathered=able.gathered)
+            return self if own == self.sums else replace(self, sums=own)
         ranks, lost = self.mesh.attn_tp, "ranks could not set it up: the log says why"
         said = f"all-reduces of {ranks} ranks: {able.sizes}; more was measured, and {lost}"
         if self.config.batch_invariant:
@@ -147,8 +147,10 @@ class Assembly:
     def sums_said(self) -> list[str]:
         """How ranks sum, in sentences; nothing where the library's kind is all there is."""
         said = [self.sums.said] if self.sums.said else []
-        if self.sums.normed and self.config.dtype == "bfloat16" and self.model.hybrid is None:
+        if self.sums.normed:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
+        if self.sums.gathered:
+            said.append(f"logits of all ranks up to {spelled(self.sums.gathered)} are one kernel")
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
 
     @cached_property

@@ -102,6 +102,7 @@ def reserve(assembly: Assembly) -> Reserve:
     captured = _captured_bytes(assembly, shape) if assembly.facts.graph_capture else 0
     communication = _PEERS * len(crossing.mesh.divisions) + crossing.held(config.max_step_tokens)
     communication += assembly.sums.sizes.most
+    communication += 2 * assembly.sums.gathered // crossing.mesh.tp  # two halves, of a rank's part
     return Reserve(step + logits, captured, communication)
 
 

@@ -21,10 +21,11 @@ from typing import Any
 from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.measured import fields as of
 from ds_runtime.ops.declare import OpWork
-from ds_runtime.parallel.sums.kinds import FAST
+from ds_runtime.parallel.sums.kinds import INSTEAD
 
 FORMAT = 1
-KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather", *FAST)  # of collectives
+# Of collectives.
+KINDS = ("all_reduce", "gather_rows", "reduce_scatter", "all_gather", *INSTEAD)
 _ROUTED = {"experts", "experts_limited"}
 _FAR = 4.0  # times the load, from which a point says little
 _BUSY = 0.3  # of the fastest matmul's rate
@@ -191,9 +192,9 @@ class Costs:
         return replace(self, collectives=merged)
 
     def without_sums(self, ranks: int) -> Costs:
-        """The same without the fast kinds of all-reduce of this number of ranks."""
+        """The same without the fast kinds of this number of ranks."""
         kept = {
-            kind: {n: curve for n, curve in by.items() if kind not in FAST or n != ranks}
+            kind: {n: curve for n, curve in by.items() if kind not in INSTEAD or n != ranks}
             for kind, by in self.collectives.items()
         }
         return replace(self, collectives={kind: by for kind, by in kept.items() if by})

@@ -108,5 +108,4 @@ class LanguageModel(ABC):
     ) -> Tensor:
         if self.comm.size == 1 and head.packed.shape[0] == self.config.vocab_size:
             return head.float32(hidden, adapters, out)
-        logits = self.comm.all_gather(head(hidden, adapters))[:, : self.config.vocab_size]
-        return logits.to(torch.float32) if out is None else out.copy_(logits)
+        return self.world.logits(head(hidden, adapters), self.config.vocab_size, out)

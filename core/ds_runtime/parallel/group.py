@@ -67,6 +67,9 @@ class SoloCommunicator:
     def normed_sum(self, nbytes: int) -> None:
         return None
 
+    def gather_logits(self, nbytes: int) -> None:
+        return None
+
     def split(self, groups: Sequence[Sequence[int]]) -> SoloCommunicator:
         return self
 
@@ -226,6 +229,9 @@ class TorchCommunicator:
         return {}
 
     def normed_sum(self, nbytes: int) -> NormedSum | None:
+        return None
+
+    def gather_logits(self, nbytes: int) -> Callable[[Tensor, Tensor], None] | None:
         return None
 
     def close(self) -> None:

@@ -57,6 +57,9 @@ class Through:
     def normed_sum(self, nbytes: int) -> NormedSum | None:
         return self._group.normed_sum(nbytes)
 
+    def gather_logits(self, nbytes: int) -> Callable[[Tensor, Tensor], None] | None:
+        return self._group.gather_logits(nbytes)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self._group.split(groups)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
 from ds_runtime.parallel.sums.by_size import BySize
 from ds_runtime.parallel.sums.in_order import InOrder
 from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, Sums
+from ds_runtime.parallel.sums.logits import Logits
 from ds_runtime.platform.contract import Communicator
 
 
@@ -18,8 +21,9 @@ class World:
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
     in_order: sums add the ranks in their order, whatever their size. sums: what was decided for
     the ranks that divide heads. The attribute of that name: what they could set up of it, without a
-    sentence; the sizes are those of rank 0's group. shares: whether sums in order may read other
-    ranks' memory; else their parts are gathered, with the same bits.
+    sentence; the sizes are those of rank 0's group. logits: how the head's come together. shares:
+    whether sums in order may read other ranks' memory; else their parts are gathered, with the same
+    bits.
     """
 
     def __init__(
@@ -49,12 +53,14 @@ class World:
                 self.sums = Sums(at_once=ordered[mesh.groups("attn_tp")].adds_at_once)
         elif mesh.attn_tp > 1 and sums.sizes.upto:
             heads = mesh.groups("attn_tp")
-            by_size = summing[heads] = BySize(made[heads], sums.sizes)
+            by_size = summing[heads] = BySize(made[heads], sums.sizes, sums.normed)
             sizes, norms = everyone.gather_objects((by_size.sizes, by_size.norms))[0]
             self.sums = Sums(sizes, normed=norms)
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }
+        self.logits = Logits(self.group("tp"), sums.gathered)
+        self.sums = replace(self.sums, gathered=self.logits.most)
 
     @classmethod
     def alone(cls) -> World:

@@ -154,6 +154,16 @@ class Communicator(Protocol):
         """
         ...
 
+    def gather_logits(self, nbytes: int) -> Callable[[Tensor, Tensor], None] | None:
+        """The head's gather of few rows in one kernel, between ranks of one host. Returns a
+        function of (x, out). x: this rank's part, bfloat16 [rows, n] of up to `nbytes` bytes, n a
+        multiple of 8, of the same shape on all ranks. out: float32 [rows, width], width ≤ size * n.
+        It gets the first `width` columns of all parts, one after the other by rank. The function
+        runs in steps that are captured, too. None: `all_gather` serves every size. Every rank asks
+        at the same time, once for each group.
+        """
+        ...
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """This rank's group of several that each rank names alike: every rank is in one of them.
 

@@ -32,7 +32,7 @@ from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
-from ds_runtime.parallel.sums.kinds import LIBRARY
+from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, LIBRARY
 
 Phase = Literal["decode", "prefill"]
 Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
@@ -359,4 +359,6 @@ def crossed(assembly: Assembly, step: Step) -> Iterator[Crossed]:
         yield Crossed("gather_rows", groups, every * 8, 1)  # tokens
         yield Crossed("reduce_scatter", groups, every * width, layers + 1)
         yield Crossed("gather_rows", groups, wanted * width, 1)
-    yield Crossed("all_gather", mesh.tp, wanted * crossing.logits, 1)
+    logits = wanted * crossing.logits
+    kind = GATHER_LOGITS if logits <= assembly.sums.gathered else GATHERED
+    yield Crossed(kind, mesh.tp, logits, 1)

@@ -11,7 +11,7 @@ from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import Costs
-from ds_runtime.parallel.sums.kinds import FAST, LIBRARY
+from ds_runtime.parallel.sums.kinds import FAST, INSTEAD
 from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
 
 COLLECTIVES, BESIDE = "collectives", "in parallel"
@@ -81,7 +81,8 @@ def predict(assembly: Assembly, costs: Costs, step: Step) -> Predicted:
     for one in crossed(assembly, filled):
         each = 0.0
         # Older costs lack the fast kinds, which then count as the library's.
-        kind = LIBRARY if one.kind in FAST and one.kind not in costs.collectives else one.kind
+        lacked = one.kind not in costs.collectives
+        kind = INSTEAD.get(one.kind, one.kind) if lacked else one.kind
         if kind in costs.collectives:
             each = costs.collective(kind, one.ranks, one.nbytes)
         else:

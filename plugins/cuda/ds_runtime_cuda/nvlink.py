@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import TorchCommunicator
-from ds_runtime_cuda.normed_sum import NormedSum, NormMemory
+from ds_runtime_cuda import gather_logits, normed_sum
+from ds_runtime_cuda.gather_logits import GatherLogits
+from ds_runtime_cuda.normed_sum import NormedSum
 from ds_runtime_cuda.quant import GROUP, groups_of
+from ds_runtime_cuda.rank_kernels import RankMemory
 from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, TwoShot, shared
 
 _IN_ORDER = "sums in the order of the ranks gather their parts"
 _LIBRARY = "all-reduces of every size are NCCL's"
 _FAST: dict[str, type[OneShot] | type[TwoShot]] = {"one_shot": OneShot, "two_shot": TwoShot}
 _COMPOSED = "the add and the norm after sums are kernels of their own"
+_ALL_GATHER = "logits of every size are gathered by NCCL"
 _CHECKED = 8192  # bytes
 _KERNELS = (9, 0)  # the oldest compute capability of kernels of this plugin's own
 
@@ -46,14 +50,25 @@ class NvlinkCommunicator(TorchCommunicator):
     def normed_sum(self, nbytes: int) -> NormedSum | None:
         """None where a rank could not share its memory, with rank 0's reason in the log, and where
         a device is older than the kernel's instructions."""
+        made = self._kernels(nbytes, normed_sum, _check_norm, _COMPOSED)
+        return None if made is None else NormedSum(made)
+
+    def gather_logits(self, nbytes: int) -> GatherLogits | None:
+        """None as of `normed_sum`."""
+        made = self._kernels(nbytes, gather_logits, _check_gather, _ALL_GATHER)
+        return None if made is None else GatherLogits(made)
+
+    def _kernels(
+        self, nbytes: int, of: Any, check: Callable[[Any, Any], None], instead: str
+    ) -> RankMemory | None:
+        """Memory for the kernels of the module `of`, which passed `check` on all ranks."""
         assert self._device is not None
         able = self.size in self._sizes() and _capability(self._device) >= _KERNELS
         if not all(self.gather_objects(able)):
             return None
-        made = NormMemory(self._group, nbytes, self._device, self.rank, self.size)
-        if not shared(self, made, partial(_check_norm, self), _COMPOSED):
-            return None
-        return NormedSum(made)
+        given = self._group, nbytes, self._device, self.rank, self.size
+        made = RankMemory(*given, of.SOURCE, of.NAMES, of.Arguments)
+        return made if shared(self, made, partial(check, self), instead) else None
 
     def _memory(self, nbytes: int) -> SharedMemory | None:
         """Not allocated yet; None where a rank says that its links share none."""
@@ -91,7 +106,7 @@ def _check_sums(comm: TorchCommunicator, made: SharedMemory) -> None:
             raise RuntimeError(f"{kind} of {dtype}: {wrong} of {found.numel()} sums are wrong")
 
 
-def _check_norm(comm: TorchCommunicator, made: NormMemory) -> None:
+def _check_norm(comm: TorchCommunicator, made: RankMemory) -> None:
     """Three calls, so that each half is used, with whole numbers whose sum is exact; and one more
     whose norm is quantised, which `groups_of` does to what the third gave."""
     width = min(_CHECKED, made.half) // 2 // GROUP * GROUP or 8
@@ -119,6 +134,22 @@ def _check_norm(comm: TorchCommunicator, made: NormMemory) -> None:
         same = torch.equal(codes.view(1, -1).float(), coded[0].float())
         if not (same and torch.equal(scale, coded[1]) and torch.equal(summed, coded[2])):
             raise RuntimeError("a norm is quantised otherwise than by torch")
+
+
+def _check_gather(comm: TorchCommunicator, made: RankMemory) -> None:
+    """Three calls, so that each half is used, whose places all have another value; the last row
+    ends before what fills it up."""
+    each, gather, results = min(_CHECKED, made.half // 2) // 8 * 8, GatherLogits(made), []
+    places, width = torch.arange(each, device=comm._device) % 64, comm.size * each - 3
+    for call in range(3):
+        out = torch.full((1, width), -1.0, device=comm._device)
+        gather((places + 64 * comm.rank + call).view(1, -1).to(torch.bfloat16), out)
+        results.append(out.cpu()[0])
+    for call, found in enumerate(results):
+        every = [torch.arange(each) % 64 + 64 * rank + call for rank in range(comm.size)]
+        want = torch.cat(every).to(torch.bfloat16).float()[:width]
+        if wrong := int((found != want).sum()):
+            raise RuntimeError(f"call {call}: {wrong} of {width} logits are wrong")
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -21,7 +21,14 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.measured import found
 from ds_runtime.measured.costs import Costs, KernelCost, Point
 from ds_runtime.measured.sums import of
-from ds_runtime.parallel.sums.kinds import LIBRARY, ONE_SHOT, TWO_SHOT, Sums, SumSizes
+from ds_runtime.parallel.sums.kinds import (
+    GATHER_LOGITS,
+    LIBRARY,
+    ONE_SHOT,
+    TWO_SHOT,
+    Sums,
+    SumSizes,
+)
 from ds_runtime.predict.calls import crossed
 from ds_runtime.predict.step import decode
 
@@ -51,6 +58,17 @@ def costs(by_ranks, device=H200):
             collectives.setdefault(kind, {})[ranks] = points
     rates = (1e9, {"bfloat16": 1e12}, 1.0, 1.0, 1.0)
     return Costs(device, "sm90", "2026-01-02", {}, *rates, kernels, collectives)
+
+
+LAST = 1 << 22
+
+
+def gathers():
+    """Of the head's logits, one kernel being the faster up to LAST."""
+    return {
+        GATHER_LOGITS: tuple((n, 1e-5 if n <= LAST else 9e-5) for n in SIZES),
+        "all_gather": tuple((n, 2e-5) for n in SIZES),
+    }
 
 
 @pytest.fixture
@@ -117,9 +135,7 @@ def test_what_was_measured_for_other_ranks_or_is_off_is_not_used(home, flags):
 @pytest.mark.parametrize(
     ("device", "flags"),
     [
-        ("h200", {"tp": 4, "batch_invariant": True}),  # sums are in the order of the ranks
         ("h200", {"tp": 8, "nnodes": 2, "dist_init_addr": "h:1"}),
-        ("h200", {"tp": 4, "dp": 4, "enable_dp_attention": True}),  # nobody divides heads
         ("h200", {"tp": 16}),
         ("h200", {}),
         ("l40s", {"tp": 4}),  # shares no memory
@@ -133,6 +149,56 @@ def test_where_no_other_kind_can_serve_nothing_is_read_and_said(home, device, fl
     assembly = made(home, device=device, **flags)
     assert assembly.sums.sizes == SumSizes() and not assembly.plan.sums
     assert "sums" not in assembly.plan.to_dict()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"batch_invariant": True},  # sums are in the order of the ranks
+        {"dp": 4, "enable_dp_attention": True},  # nobody divides heads
+    ],
+    ids=str,
+)
+def test_ranks_whose_sums_have_no_kind_gather_logits_all_the_same(home, flags):
+    costs({4: curves() | gathers()}).write(found.own(H200))
+    assembly = made(home, tp=4, **flags)
+    assert assembly.sums == Sums(assembly.sums.sizes, "", "batch_invariant" in flags, gathered=LAST)
+    assert assembly.sums.sizes == SumSizes() and not assembly.plan.sums
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ({"tp": 4}, LAST),
+        ({"tp": 8, "dp": 2, "enable_dp_attention": True}, 0),  # its eight ranks were not measured
+        ({"tp": 4, "disable_custom_all_reduce": True}, 0),
+        ({"tp": 4, "dtype": "float32"}, 0),
+    ],
+    ids=str,
+)
+def test_logits_are_gathered_as_was_measured(home, flags, most):
+    before = made(home, **flags)
+    costs({4: curves() | gathers()}).write(found.own(H200))
+    assembly = made(home, **flags)
+    assert (before.sums.gathered, assembly.sums.gathered) == (0, most)
+    said = f"logits of all ranks up to {LAST >> 20} MiB are one kernel"
+    assert (assembly.sums_said()[-1:] == [said]) == (most > 0)
+    if flags != {"tp": 4}:
+        return
+    lost = assembly.summing(replace(assembly.sums, gathered=0))
+    assert said not in lost.sums_said() and lost.plan == assembly.plan
+    held = reserve(assembly).communication - reserve(lost).communication
+    assert held == 2 * LAST // 4
+    row = Crossing.of(assembly).logits
+    for rows in (1, LAST // row, LAST // row + 1):
+        kinds = [[*crossed(one, decode(rows, 64))][-1].kind for one in (assembly, lost)]
+        assert kinds == [GATHER_LOGITS if rows * row <= LAST else "all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize("kinds", [(GATHER_LOGITS,), ("all_gather",), ()])
+def test_a_gather_that_was_not_compared_does_not_serve(home, kinds):
+    costs({4: curves() | {kind: gathers()[kind] for kind in kinds}}).write(found.own(H200))
+    assert made(home, tp=4).sums.gathered == 0
 
 
 def test_groups_of_attention_count_not_all_ranks(home):
@@ -250,10 +316,10 @@ UPTO = ((ONE_SHOT, 1 << 19), (TWO_SHOT, 1 << 22))
 def test_kinds_that_ranks_could_not_set_up_are_in_no_plan_and_no_count(home, lost):
     costs({4: curves()}).write(found.own(H200))
     assembly = made(home, tp=4)
-    assert assembly.summing(Sums(SumSizes(UPTO))) is assembly
-    fused = assembly.summing(Sums(SumSizes(UPTO), normed=True))
-    assert fused.plan == assembly.plan and fused.sums_said() == [
-        *assembly.sums_said(),
+    assert assembly.summing(Sums(SumSizes(UPTO), normed=True)) is assembly
+    plain = assembly.summing(Sums(SumSizes(UPTO)))
+    assert plain.plan == assembly.plan and assembly.sums_said() == [
+        *plain.sums_said(),
         "one_shot sums are one kernel with the add and the norm after them",
     ]
     left = SumSizes(tuple(one for one in UPTO if one[0] not in lost))

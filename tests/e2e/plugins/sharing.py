@@ -1,7 +1,8 @@
 """The CPU as a platform whose ranks have other kinds of all-reduce, made of Gloo's collectives.
 Each rank notes in the file `$SUMS_NOTED.RANK` which kind served how many bytes. `$SUMS_LACKED`:
 rank and kind that this rank cannot set up, as "1 one_shot". `$ORDER_LACKED`: no rank can set up a
-kernel that adds ranks in order. Sums of bfloat16 are one call with the norm behind them.
+kernel that adds ranks in order. `$GATHER_LACKED`: nor one that gathers logits. Sums of bfloat16 are
+one call with the norm after them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ class Sharing(HostCommunicator):
 
     def normed_sum(self, nbytes):
         return Normed(self, nbytes)
+
+    def gather_logits(self, nbytes):
+        def gather(x, out):
+            assert x.is_contiguous() and x.numel() * x.element_size() <= nbytes
+            self._note("gather_logits", x)
+            parts = [*super(Sharing, self).gather_rows(x.unsqueeze(0))]
+            out.copy_(torch.cat(parts, 1)[:, : out.shape[1]])
+
+        return None if "GATHER_LACKED" in os.environ else gather
 
     def ordered_sum(self, values):
         return None if "ORDER_LACKED" in os.environ else self._in_order

@@ -17,9 +17,10 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 class BySize(Through):
     """A communicator whose `all_reduce` is one of `group`'s fast sums where `sizes` say so. Every
-    rank makes one at the same time, with the same sizes. `sizes`: those of kinds that all have."""
+    rank makes one at the same time, with the same sizes. `sizes`: those of kinds that all have.
+    normed: whether sums shall be one kernel with the norm after them, where the group has one."""
 
-    def __init__(self, group: Communicator, sizes: SumSizes) -> None:
+    def __init__(self, group: Communicator, sizes: SumSizes, normed: bool = True) -> None:
         super().__init__(group)
         self._fast = dict[str, Callable[[Tensor], Tensor]]()
         common = set[str]()
@@ -32,9 +33,10 @@ class BySize(Through):
         self.sizes = SumSizes(tuple(one for one in sizes.upto if one[0] in common))
         self._normed: NormedSum | None = None
         # A communicator that was written before `normed_sum` was in the contract has none.
-        if (most := dict(self.sizes.upto).get(ONE_SHOT)) and hasattr(group, "normed_sum"):
+        most = dict(self.sizes.upto).get(ONE_SHOT) if normed else None
+        if most and hasattr(group, "normed_sum"):
             self._normed = group.normed_sum(most)
-        if sizes.most > 0 and not all(group.gather_objects(self._normed is not None)):
+        if sizes.most > 0 and normed and not all(group.gather_objects(self._normed is not None)):
             self._normed = None
 
     @property

@@ -10,7 +10,7 @@ links and the number of ranks, so it is measured (`measured/sums.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,19 @@ MOST = 1 << 26
 SUMMED: Final = ("float32", "bfloat16")
 """Dtypes that fast kinds sum."""
 
+NORMED: Final = "bfloat16"
+"""The dtype of sums that are one kernel with the norm after them, and of logits that one kernel
+gathers."""
+
+GATHER_LOGITS: Final = "gather_logits"
+"""The head's gather in one kernel; `parallel/sums/logits.py`."""
+
+GATHERED: Final = "all_gather"
+"""The library's gather, which serves the head's other sizes."""
+
+INSTEAD: Final = {**dict.fromkeys(FAST, LIBRARY), GATHER_LOGITS: GATHERED}
+"""The library's kind in place of each fast one."""
+
 ALIGNED = 16
 """Bytes of which a message of a fast kind is a multiple."""
 
@@ -40,8 +53,8 @@ def received(kind: str, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SumSizes:
-    """Of groups of one size. upto: the most bytes of a message for each kind of `FAST` that serves,
-    rising."""
+    """Of groups of one size. upto: the most bytes of a message for each kind besides the library's
+    that serves, rising."""
 
     upto: tuple[tuple[str, int], ...] = ()
 
@@ -57,7 +70,7 @@ class SumSizes:
         return max((most for _, most in self.upto), default=0)
 
     def __str__(self) -> str:
-        parts = [f"{kind} up to {_bytes(most)}" for kind, most in self.upto]
+        parts = [f"{kind} up to {spelled(most)}" for kind, most in self.upto]
         return ", ".join([*parts, f"{LIBRARY} of the library above" if parts else LIBRARY])
 
 
@@ -69,28 +82,33 @@ class Sums:
     """Of the ranks that divide heads, whose sums follow attention and FFNs. said: for the plan, ""
     where the platform has the library's kind alone. at_once: where ranks add in their order, one
     kernel adds few values. normed: sums of the one-shot kind are one kernel with the add and the
-    norm after them, which ranks know when they have set it up."""
+    norm after them, if ranks can set it up. gathered: bytes of the logits of all ranks that divide
+    the vocabulary, up to which one kernel gathers them."""
 
     sizes: SumSizes = LIBRARY_ALONE
     said: str = ""
     at_once: bool = False
     normed: bool = False
+    gathered: int = 0
 
 
 LIBRARY_SUMS: Final = Sums()
 
 
-def chosen(curves: Mapping[str, Mapping[int, float]]) -> SumSizes:
-    """What follows from seconds by kind and bytes, the library's among them.
+def chosen(
+    curves: Mapping[str, Mapping[int, float]], kinds: Sequence[str] = (*FAST, LIBRARY)
+) -> SumSizes:
+    """What follows from seconds by kind and bytes. kinds: those for smaller messages first; the
+    last is the library's, and was measured.
 
     Each kind serves up to one of the sizes that all were measured at. Of all such limits those are
     taken whose times are least, each divided by the fastest at its size, so that every size has the
     same weight. Of equal ones the library's kind has the most.
     """
-    fast = [kind for kind in FAST if kind in curves]
-    sizes = sorted(set.intersection(*(set(curves[kind]) for kind in (LIBRARY, *fast))))
+    order = [kind for kind in kinds if kind in curves]
+    fast = order[:-1]
+    sizes = sorted(set.intersection(*(set(curves[kind]) for kind in order)))
     sizes = [size for size in sizes if size <= MOST]
-    order = [*fast, LIBRARY]
     # cost[i]: the least of the first sizes so far, if kind i serves the last of them
     best = [(0.0 if i == 0 else math.inf, tuple[int, ...]()) for i in range(len(order))]
     for at in sizes:
@@ -108,7 +126,8 @@ def chosen(curves: Mapping[str, Mapping[int, float]]) -> SumSizes:
     return SumSizes(tuple(upto))
 
 
-def _bytes(size: int) -> str:
+def spelled(size: int) -> str:
+    """Bytes, in the largest unit of which they are a multiple."""
     for unit, shift in (("MiB", 20), ("KiB", 10)):
         if size >> shift and not size % (1 << shift):
             return f"{size >> shift} {unit}"

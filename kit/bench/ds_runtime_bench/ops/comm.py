@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.measured.costs import KINDS, Collective
-from ds_runtime.parallel.sums.kinds import FAST, MOST
+from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, INSTEAD, MOST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_runtime.platform.contract import Communicator, Platform
 
 SIZES = tuple(1 << power for power in range(12, 28))  # bytes of the whole
-_EVERYWHERE = tuple(kind for kind in KINDS if kind not in FAST)  # of every communicator
+_EVERYWHERE = tuple(kind for kind in KINDS if kind not in INSTEAD)  # of every communicator
 _WIDE = 1 << 18  # bytes of a row, at most, where the last dimension is gathered
 _CALLS, _RUNS = 16, 12  # in a captured run; of it
 _LONG, _ENOUGH = 2e-3, 2e-2  # seconds of a call: from which it is run alone; the larger ones not
@@ -99,11 +99,24 @@ def _rank(
         small = [size for size in sizes if size <= MOST]
         fast = comm.fast_sums(max(small)) if small and hasattr(comm, "fast_sums") else {}
         curves |= {k: _curve(platform, comm, k, call, small) for k, call in fast.items()}
+        if small and hasattr(comm, "gather_logits"):
+            gather = comm.gather_logits(-(-max(small) // ranks))
+            if all(comm.gather_objects(gather is not None)):
+                call = partial(_widened, gather, ranks)
+                curves[GATHER_LOGITS] = _curve(platform, comm, GATHERED, call, small)
         results.put(curves)
         comm.barrier()
         comm.close()
     except BaseException:
         results.put(traceback.format_exc())
+
+
+def _widened(gather: Any, ranks: int, x: Tensor) -> None:
+    """As the head's gather: into float32."""
+    import torch
+
+    rows, n = x.shape
+    gather(x, torch.empty(rows, n * ranks, dtype=torch.float32, device=x.device))
 
 
 def _input(platform: Platform, comm: Communicator, kind: str, size: int) -> Tensor:

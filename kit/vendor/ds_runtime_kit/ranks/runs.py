@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.common.patience import WHOLE
 from ds_runtime.errors import ConfigError, DsRuntimeError
-from ds_runtime_kit.ranks.questions import Key, drawn, questions
+from ds_runtime_kit.ranks.checks import drawn
+from ds_runtime_kit.ranks.questions import Key, questions
 
 if TYPE_CHECKING:
     from ds_runtime.platform.contract import Platform

@@ -4,15 +4,11 @@
 // all parts, so that every rank adds the same values in the same order. Two halves take turns: a rank that
 // fills one for the next call but one knows, by the call between, that nobody reads the older parts there.
 //
-// Source of the orders between ranks: PTX ISA 8.x, "Memory Consistency Model" (release and acquire at .sys).
-// Compiled at run time with: ARGS (bytes of the arguments), RANKS, SIGNALS (bytes in front of the parts), BLOCKS
-// (the largest grid).
+// Compiled at run time with: ARGS (bytes of the arguments), and what ranks.cuh needs.
 
-#include "hopper.cuh"
+#include "ranks.cuh"
 
 namespace {
-
-constexpr int kMostRanks = 8;
 
 struct Args {
   u64 peers[8];         // address of each rank's memory: signals, then two halves of parts
@@ -32,9 +28,6 @@ struct Args {
   float eps;
 };
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
-static_assert(SIGNALS == kMostRanks * BLOCKS * sizeof(u64), "a signal of each rank's block");
-
-__device__ __forceinline__ float widened(u32 bits) { return __uint_as_float(bits << 16); }
 
 // To the nearest, ties to even; values that are not finite keep their kind.
 __device__ __forceinline__ u32 rounded(float value) {
@@ -43,46 +36,11 @@ __device__ __forceinline__ u32 rounded(float value) {
   return bits;
 }
 
-__device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
-  const u32 words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = widened(words[i / 2] >> i % 2 * 16 & 0xFFFF);
-}
-
 __device__ __forceinline__ uint4 packed(const float (&from)[8]) {
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = rounded(from[2 * i]) | rounded(from[2 * i + 1]) << 16;
   return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// What another rank has written; never an older copy.
-__device__ __forceinline__ uint4 fetched(u64 at) {
-  uint4 found;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
-               : "l"(at)
-               : "memory");
-  return found;
-}
-
-__device__ __forceinline__ u64* signal_of(u64 memory, int rank) {
-  return reinterpret_cast<u64*>(memory) + rank * BLOCKS + blockIdx.x;
-}
-
-// Blocks of the same number on all ranks wait for each other; what each wrote before is seen behind it.
-__device__ __forceinline__ void meet(const Args& a, u64 call) {
-  __syncthreads();
-  if (threadIdx.x < RANKS) {
-    u64* to = signal_of(a.peers[threadIdx.x], a.rank);
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(call) : "memory");
-    const u64* from = signal_of(a.peers[a.rank], threadIdx.x);
-    u64 seen;
-    do {  // a rank that is ahead has written a later call
-      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
-    } while (seen < call);
-  }
-  __syncthreads();
 }
 
 // The sum of a value of each thread, on all of them, in an order that follows from their number.
@@ -140,7 +98,7 @@ __device__ __forceinline__ void run(const Args& a) {
     for (int at = 8 * threadIdx.x; at < a.width; at += 8 * blockDim.x)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const u8*>(a.weight) + (a.wide ? 4 : 2) * at));
   await();
-  const u64 call = *reinterpret_cast<volatile u64*>(a.calls) + 1;
+  const u64 call = next_call(a.calls);
   const u64 parts = SIGNALS + (call & 1) * a.half;
   const int each = 8 * blockDim.x;
   for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -149,11 +107,8 @@ __device__ __forceinline__ void run(const Args& a) {
       *reinterpret_cast<uint4*>(a.peers[a.rank] + parts + 2 * (begin + at)) =
           *reinterpret_cast<const uint4*>(a.x + begin + at);
   }
-  meet(a, call);
-  if (threadIdx.x == 0 && atomicAdd(a.calls + 1, 1ull) == gridDim.x - 1) {  // all have read `calls`
-    a.calls[1] = 0;
-    a.calls[0] = call;
-  }
+  meet(a.peers, a.rank, call);
+  count(a.calls, call);
   invite();
   for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const long long begin = (long long)row * a.width;

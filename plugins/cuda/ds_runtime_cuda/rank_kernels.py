@@ -1,0 +1,74 @@
+"""Kernels in which ranks wait for each other, and the memory in which they do: csrc/ranks.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.shared_memory import SharedMemory
+
+MOST_RANKS = 8
+BLOCKS = 128  # at most; where there is more work, a block has several parts of it
+ALIGNED = 16  # bytes that a thread moves at once
+_SIGNALS = MOST_RANKS * BLOCKS * 8  # bytes in front of the parts
+
+
+def fields(*pointers: str) -> tuple[tuple[str, type], ...]:
+    """The first of a kernel's arguments: addresses of the ranks' memory, these, and what counts
+    calls and says where the second half begins."""
+    named = ((name, ctypes.c_void_p) for name in (*pointers, "calls"))
+    return (("peers", ctypes.c_uint64 * MOST_RANKS), *named, ("half", ctypes.c_int64))
+
+
+def defines(ranks: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
+    return {
+        "ARGS": ctypes.sizeof(arguments),
+        "RANKS": ranks,
+        "SIGNALS": _SIGNALS,
+        "BLOCKS": BLOCKS,
+    }
+
+
+class RankMemory(SharedMemory):
+    """Signals of each rank's blocks, and two halves of at least `nbytes` bytes for its parts. Its
+    kernels are those of `source` with these names, which take `arguments`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        nbytes: int,
+        device: torch.device,
+        rank: int,
+        ranks: int,
+        source: str,
+        names: Sequence[str],
+        arguments: type[ctypes.Structure],
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.half = -(-nbytes // ALIGNED) * ALIGNED
+        self._kernels = source, tuple(names), arguments
+        super().__init__(group, _SIGNALS + 2 * self.half, device)
+
+    def allocate(self) -> None:
+        """Compiles the kernels, too: a rank that cannot would keep the others waiting."""
+        source, names, arguments = self._kernels
+        super().allocate()
+        self.part(self.nbytes // 4, torch.int32).zero_()
+        self._calls = torch.zeros(2, dtype=torch.int64, device=self._device)
+        module = nvrtc.Module(source, defines(self.ranks, arguments))
+        self.functions = {name: module.function(name) for name in names}
+        self._calls.tolist()  # no rank may write a signal before there are zeros
+
+    def meet(self) -> None:
+        super().meet()
+        self._addresses = self.peers(self.rank)
+
+    def fill(self, arguments: ctypes.Structure) -> None:
+        """What is the same in every call."""
+        arguments.peers[: self.ranks] = self._addresses
+        arguments.calls = self._calls.data_ptr()
+        arguments.rank, arguments.half = self.rank, self.half
