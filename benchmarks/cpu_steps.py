@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_runtime_bench.record import append, as_served, environment
+from ds_runtime.engine.process.entry import enter, set_environment
+from ds_runtime_bench.record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 PROMPT, TURNS, STEPS = 16, 10, 16
@@ -44,11 +45,11 @@ class Steps:
         given = {"context_length": context, "max_running_requests": most, **settings}
         config = EngineConfig(model=model, **given)
         assembly = assemble(config, tuple(given))
-        as_served(assembly.platform)
+        set_environment(assembly.platform.process_env())
         from ds_runtime.engine.device.runner import Runner
         from ds_runtime.parallel.world import World
 
-        assembly.platform.init_worker(0, 1, config.threads)
+        enter(assembly.platform, threads=config.threads)
         self.runner = Runner(assembly, World.alone())
         self.runner.warm_up()
         assert most * self._pages <= self.runner.num_pages, "no memory for the caches of all"

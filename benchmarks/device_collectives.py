@@ -146,6 +146,7 @@ def measure(rank: int, args: argparse.Namespace, address: str, results: Any) -> 
 def figures(rank: int, args: argparse.Namespace, address: str) -> Iterator[dict[str, Any]]:
     import torch
 
+    from ds_runtime.engine.process.entry import enter
     from ds_runtime.parallel.mesh import MANY
     from ds_runtime.parallel.sums.in_order import InOrder
     from ds_runtime.plugins.manager import load_plugins
@@ -158,8 +159,7 @@ def figures(rank: int, args: argparse.Namespace, address: str) -> Iterator[dict[
 
     tell("rank 0 has imported torch")
     platform, _ = select_platform(load_plugins())
-    platform.local_rank = rank
-    platform.init_worker(rank, args.ranks, None)
+    enter(platform, rank, args.ranks)
     comm = platform.communicator(rank, args.ranks, address, 60.0)
     backend, device = platform.graph_backend(rank), platform.device(rank)
     name = platform.info(rank).name

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import FP8_GROUPS, Dims, Facts, Kernel, load_attr
@@ -63,7 +64,7 @@ class Bench:
     def __init__(self) -> None:
         self.plugins = load_plugins()
         self.platform, _ = select_platform(self.plugins)
-        self.platform.init_worker(0, 1)
+        enter(self.platform)
         self.device = self.platform.device()
         self.backend: GraphBackend = self.platform.graph_backend()
         self.facts = Facts(

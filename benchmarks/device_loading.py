@@ -78,13 +78,14 @@ def load(folder: str) -> dict[str, float]:
     """One load, in this process."""
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.config import EngineConfig
+    from ds_runtime.engine.process.entry import enter
     from ds_runtime.ops.binding.bound import BoundOps
     from ds_runtime.parallel.world import World
     from ds_runtime.weights import load as weights
 
     assembly = assemble(EngineConfig(model=folder, context_length=2048))
     bound = BoundOps(assembly.binding)
-    assembly.platform.init_worker(0, 1)
+    enter(assembly.platform)
     device = assembly.platform.device(0)
     torch.zeros(1, device=device)
     torch.accelerator.synchronize(device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,17 @@ from ds_runtime.errors import ConfigError
 Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]
 
 
-def parse(*args: str, verb: str = "serve") -> Built:
+@cache
+def acme_parser() -> argparse.ArgumentParser:
+    """With a flag of a plugin. Made once: parsing leaves it as it is."""
     parser, _ = build_parser()
     for one in engines(parser):
         add_spellings(one, {"--disable-acme-graph": "disable_graph"})
-    namespace = parser.parse_args([verb, *args])
+    return parser
+
+
+def parse(*args: str, verb: str = "serve") -> Built:
+    namespace = acme_parser().parse_args([verb, *args])
     return (*build(EngineConfig, namespace), *build(ServerConfig, namespace))
 
 

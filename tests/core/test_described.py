@@ -74,6 +74,42 @@ def acme(tmp_path, monkeypatch):
     return make
 
 
+@pytest.fixture(params=[1, 4096], ids=lambda cores: f"{cores} cores here")
+def cores_here(request, monkeypatch):
+    """A machine of another size: nothing of a described one may follow it."""
+    monkeypatch.setattr("os.cpu_count", lambda: request.param)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(request.param)), raising=False)
+
+
+@pytest.mark.usefixtures("cores_here")
+@pytest.mark.parametrize(
+    ("device", "on_host", "cores"),
+    [
+        (name, platform.on_host, platform.info().cores)
+        for name, platform in described(load_plugins())
+    ],
+)
+def test_threads_are_those_of_the_machine_that_is_described(device, on_host, cores):
+    """Of a device that computes itself the host is not described: it checks its own threads."""
+    most = max(64, 4 * cores) if on_host else 1 << 20
+    for threads in (None, 1, cores, most):
+        config = EngineConfig() if threads is None else EngineConfig(threads=threads)
+        planned = assemble(config, device=device).facts.threads
+        assert planned == ((threads or cores) if on_host else 1)
+    if on_host:
+        with pytest.raises(ConfigError, match=rf"at most {most} per rank; .* has {cores} cores"):
+            assemble(EngineConfig(threads=most + 1), device=device)
+
+
+@pytest.mark.parametrize("cores", [1, 4096])
+def test_threads_of_this_machine_follow_its_cores(cores, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    most = max(64, 4 * cores)
+    assert assemble(EngineConfig(threads=most, platform="cpu")).config.threads == most
+    with pytest.raises(ConfigError, match=f"at most {most} per rank; this machine has {cores} "):
+        assemble(EngineConfig(threads=most + 1, platform="cpu"))
+
+
 @pytest.mark.parametrize("said", ["Acme cards", None])
 def test_a_device_is_of_the_family_that_its_platform_says_or_of_its_name(acme, said):
     platform = {"name": "acme"} if said is None else {"name": "acme", "family": said}

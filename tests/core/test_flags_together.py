@@ -2,11 +2,122 @@
 
 from __future__ import annotations
 
+from itertools import combinations, permutations, product
+
 import pytest
 from test_known_flags import parsed
 
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.offline.llm import LLM
 from ds_runtime.parallel.mesh import Mesh
+
+# (--tp, --dp, --attn-dp-size, --enable-dp-attention or its opposite): (replicas, groups of ranks
+# that divide the sequences). All layouts that SGLang's own test of --attn-dp-size names, but for
+# its replicas of divided engines, which are not built here.
+PUBLISHED = {
+    (2, 2, None, True): (1, 2),
+    (4, 4, None, True): (1, 4),
+    (4, 2, None, True): (1, 2),
+    (8, 4, None, True): (1, 4),
+    (2, None, 2, None): (1, 2),
+    (4, None, 4, None): (1, 4),
+    (4, None, 2, None): (1, 2),
+    (8, None, 4, None): (1, 4),
+    (2, None, None, None): (1, 1),
+    (2, 2, None, None): (2, 1),
+    (2, 1, None, True): (1, 1),
+    (4, None, 2, True): (1, 2),
+    (4, 2, None, None): (2, 1),
+    (4, None, None, None): (1, 1),
+    (4, 1, 2, False): None,
+    (2, None, 0, None): None,
+}
+
+
+def said_of(dp, groups, switch):
+    """Flags as (name, value); a switch has none."""
+    switches = {True: [("enable-dp-attention", "")], False: [("no-enable-dp-attention", "")]}
+    numbers = [("dp", dp), ("attn-dp-size", groups)]
+    return [(n, str(v)) for n, v in numbers if v is not None] + switches.get(switch, [])
+
+
+def layout_of(words):
+    """(replicas, groups) that a command line runs as; None where it is refused."""
+    try:
+        engine = parsed(*words)[0]
+    except ConfigError as refusal:
+        assert str(refusal).startswith("--"), "the sentence names the flag"
+        return None
+    assert Mesh.of(engine).attn_dp == engine.attn_dp
+    return engine.replicas, engine.attn_dp
+
+
+def meant(tp, dp, groups, switch):
+    """What the flags say, each by itself: None where two of them contradict each other."""
+    if groups is None:
+        return (1, dp or tp) if switch else (dp or 1, 1)
+    if groups == 1 and not switch:
+        return dp or 1, 1
+    return None if switch is False or dp not in (None, groups) else (1, groups)
+
+
+@pytest.mark.parametrize(("flags", "layout"), [*PUBLISHED.items()], ids=str)
+def test_layouts_are_those_that_are_published_elsewhere(flags, layout):
+    tp, *others = flags
+    words = [w for name, value in said_of(*others) for w in (f"--{name}", value) if w]
+    assert layout_of(("--tp", str(tp), *words)) == layout
+
+
+@pytest.mark.parametrize("switch", [None, True, False])
+@pytest.mark.parametrize("groups", [None, 1, 2, 8])
+@pytest.mark.parametrize("dp", [None, 1, 2, 8])
+def test_no_flag_of_groups_is_passed_over(dp, groups, switch, tmp_path):
+    """In each order, and each in a file or on the command line. A file says a thing once."""
+    flags, path = said_of(dp, groups, switch), tmp_path / "c.yaml"
+    layout = meant(8, dp, groups, switch)
+    for inside in (c for n in range(len(flags) + 1) for c in combinations(flags, n)):
+        keys = [(n, v) if v else (n.removeprefix("no-"), str(n[0] != "n")) for n, v in inside]
+        path.write_text("".join(f"{name}: {value}\n" for name, value in keys))
+        for order in permutations(flag for flag in flags if flag not in inside):
+            words = [w for name, value in order for w in (f"--{name}", value) if w]
+            line = ("--tp", "8", "--config", str(path), *words)
+            twice = len(keys) > 1 and any(name == "attn-dp-size" for name, _ in keys)
+            assert layout_of(line) == (None if twice else layout), (keys, words)
+
+
+@pytest.mark.parametrize(("first", "last"), [*product([1, 2, 8], repeat=2)])
+@pytest.mark.parametrize("switch", [None, True])
+def test_of_two_numbers_of_groups_the_last_counts_and_the_command_line_before_a_file(
+    first, last, switch, tmp_path
+):
+    path, words = tmp_path / "c.yaml", ["--enable-dp-attention"] if switch else []
+    path.write_text(f"attn-dp-size: {first}")
+    for earlier in (("--attn-dp-size", str(first)), ("--config", str(path))):
+        line = ("--tp", "8", *earlier, "--attention-data-parallel-size", str(last), *words)
+        assert layout_of(line) == (1, last)
+
+
+@pytest.mark.parametrize("switch", [None, True, False])
+@pytest.mark.parametrize("dp", [None, 1, 2, 8])
+def test_keywords_mean_what_flags_of_their_names_do(dp, switch):
+    keywords = {"dp": dp, "enable_dp_attention": switch}
+    config = EngineConfig(tp=8, **{k: v for k, v in keywords.items() if v is not None})
+    assert (config.replicas, config.attn_dp) == meant(8, dp, None, switch)
+
+
+@pytest.mark.parametrize("name", ["attn_dp_size", "attention_data_parallel_size", "dp_size"])
+def test_flags_of_others_are_no_keywords(name):
+    with pytest.raises(ConfigError, match=rf"LLM\({name}=\.\.\.\): no such setting"):
+        LLM(tp=8, enable_dp_attention=True, **{name: 1})
+
+
+def test_one_group_is_said_by_the_flag_that_was_given():
+    for flag in ("--attn-dp-size", "--dp"):
+        *_, notes = parsed("--tp", "8", flag, "1", "--enable-dp-attention")
+        assert f"{flag} 1: one group of ranks divides attention by heads alone" in notes
+    line = ("--tp", "1", "--dp", "2", "--attn-dp-size", "1", "--enable-expert-parallel")
+    assert layout_of(line) == (2, 1), "parallel experts divide no attention of one group"
 
 
 @pytest.mark.parametrize(

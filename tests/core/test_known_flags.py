@@ -28,10 +28,15 @@ from ds_runtime.parallel.mesh import Mesh
 from examples import examples
 
 
+@cache
+def parser():
+    """Made once: parsing leaves it as it is."""
+    return build_parser()[0]
+
+
 def parsed(*args):
     """(engine, server, notes) of a command line of `serve`."""
-    parser, _ = build_parser()
-    namespace = parser.parse_args(["serve", *args])
+    namespace = parser().parse_args(["serve", *args])
     notes = settle(namespace)
     engine, server, _ = configs(namespace)
     return engine, server, notes
@@ -155,7 +160,7 @@ def test_several_machines_and_torchrun(tmp_path):
     assert torchrun.settle(Namespace(), {"RANK": "0", "WORLD_SIZE": "8"}) == []
     for flag in ("tp", "tensor-parallel-size"):  # what a file says is said
         (tmp_path / "c.yaml").write_text(f"{flag}: 16\nnnodes: 2\n")
-        filed = build_parser()[0].parse_args(["serve", "--config", str(tmp_path / "c.yaml")])
+        filed = parser().parse_args(["serve", "--config", str(tmp_path / "c.yaml")])
         assert torchrun.settle(filed, given) == [
             "torchrun: is --node-rank 1 --dist-init-addr h:10 here"
         ]
@@ -330,7 +335,7 @@ def test_a_file_may_have_them_too(tmp_path):
 
 @cache
 def serve_parser():
-    return next(engines(build_parser()[0]))
+    return next(engines(parser()))
 
 
 # Of every kind of flag, what is wrong with a value, whatever the flag.

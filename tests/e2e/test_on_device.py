@@ -18,6 +18,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.parallel.world import World
 from ds_runtime.plugins.manager import load_plugins
@@ -45,7 +46,7 @@ def platform():
     best, _ = select_platform(load_plugins())
     if not best.asynchronous:
         pytest.skip(f"the best platform here is {best.name}")
-    best.init_worker(0, 1)
+    enter(best)
     return best
 
 

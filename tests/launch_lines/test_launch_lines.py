@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,18 @@ def command(line, tmp_path):
     return [*verb, *args]
 
 
+@cache
+def parser():
+    """Made once: parsing leaves it as it is."""
+    made, _ = build_parser()
+    _add_plugin_flags(made, load_plugins())
+    return made
+
+
 @pytest.mark.parametrize(("line", "said"), cases(), ids=lambda text: text[-60:])
 def test_it_starts_or_says_why_not(line, said, tmp_path):
-    parser, _ = build_parser()
-    _add_plugin_flags(parser, load_plugins())
     try:
-        namespace = parser.parse_args(command(line, tmp_path))
+        namespace = parser().parse_args(command(line, tmp_path))
         notes = settle(namespace)
         if namespace.run.__module__ == "ds_runtime.cli.run.serve":
             config, _, explicit = configs(namespace)

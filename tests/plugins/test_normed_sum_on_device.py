@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks_on_devices import check_ranks
 
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.parallel.sums.normed import WIDEST
 from ds_runtime.plugins.manager import load_plugins
@@ -161,8 +162,7 @@ def behind_each_other(platform, comm, device, backend, norm):
 def rank_of(rank, size, address, results):
     try:
         platform, _ = select_platform(load_plugins())
-        platform.local_rank = rank
-        platform.init_worker(rank, size)
+        enter(platform, rank, size)
         comm, device = platform.communicator(rank, size, address, 120.0), platform.device(rank)
         backend = platform.graph_backend(rank)
         with torch.inference_mode():

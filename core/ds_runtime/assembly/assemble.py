@@ -5,7 +5,6 @@ Torch-free: `ds-runtime plan` and `doctor` stop here; the engine continues and l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
@@ -49,6 +48,7 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.mesh import AXES, Mesh, local_ranks
 from ds_runtime.parallel.placement import check_experts
 from ds_runtime.platform.contract import Platform
+from ds_runtime.platform.cores import check_threads
 from ds_runtime.plugins.asking import check_outside
 from ds_runtime.plugins.described_devices import describe
 from ds_runtime.plugins.manager import Plugins, load_plugins
@@ -56,7 +56,6 @@ from ds_runtime.plugins.select_platform import select_platform
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
 _COMPILED = "what torch.compile makes for the host cannot be recorded"
-_THREADS = 64  # per rank are fine on the smallest machine
 dummies = set[str]()  # the model decided for last, if its weights are random: records say so
 
 
@@ -107,7 +106,10 @@ def assemble(
     sized = platform.own_memory and info.memory > 0 and "max_running_requests" not in named
     if sized:
         config = with_changes(config, {"max_running_requests": REQUESTS})
-    _check_threads(config)
+    if device is None:
+        check_threads(config.threads)
+    elif platform.on_host:  # else nothing is known of its host, which checks itself
+        check_threads(config.threads, info.cores, info.name)
     check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
     for adapter in lora.adapters if lora is not None else ():
@@ -281,17 +283,6 @@ def _refuse_hybrid(config: EngineConfig, model: ModelConfig) -> None:
             raise UnsupportedError(
                 f"{flag_of(name)}: {model.architecture} is not served with it: leave the flag out"
             )
-
-
-def _check_threads(config: EngineConfig) -> None:
-    """Thread libraries crash, without a word, on numbers that no machine can mean."""
-    cores = os.cpu_count() or 1
-    most = max(_THREADS, 4 * cores)
-    if config.threads is not None and config.threads > most:
-        raise ConfigError(
-            f"--threads {config.threads}: at most {most} per rank; this machine has {cores} cores, "
-            "and more threads than cores are slower"
-        )
 
 
 def _check_platform_alive(platform: Platform, plugins: Plugins) -> None:

@@ -13,6 +13,8 @@ waits up to `REFUSING` for machines that start later. Torch-free; seconds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 WHOLE = 10.0
 SIGN = 1.0  # between two signs of life
 SILENCE = 4.0  # without one, after which there is nobody
@@ -27,3 +29,21 @@ REFUSED = 4.0  # for which an address may refuse a rank
 LATE = 5.0  # for those that come after a rank has died at the start to be told why
 REFUSING = 30.0  # for those that come after a rank did not fit to be told why
 LINGER = 1.0  # for last words to be sent
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """How long ends of one link wait, in seconds: each as the constant of its name. All ends of a
+    link have the same.
+    """
+
+    sign: float = SIGN
+    silence: float = SILENCE
+    word: float = WORD
+    refused: float = REFUSED
+    late: float = LATE
+    refusing: float = REFUSING
+    linger: float = LINGER
+
+
+LINK_LIMITS = LinkLimits()

@@ -17,15 +17,7 @@ from ds_runtime._version import __version__
 from ds_runtime.platform.cores import cores
 
 if TYPE_CHECKING:
-    from ds_runtime.platform.contract import Platform
-
-
-def as_served(platform: Platform) -> None:
-    """Set what the platform's libraries read when they are loaded, as in processes that an engine
-    starts. To be called before torch is imported.
-    """
-    for name, value in platform.process_env().items():
-        os.environ.setdefault(name, value)
+    pass
 
 
 def load_format(folder: Path) -> str:

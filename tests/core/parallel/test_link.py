@@ -6,21 +6,23 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from socket import create_connection, create_server
 
 import msgspec
 import pytest
 import zmq
 
+from ds_runtime.common.patience import LINK_LIMITS, LinkLimits
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.parallel.link import leader as leader_module
 from ds_runtime.parallel.link.end import is_free, numeric, secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
 from ds_runtime.parallel.link.messages import Cause, Hello, Witness
 
 OWN = Hello(0, 3, '{"tp": 3}', "m")
+SHARE = 0.25  # of every limit: they stay in proportion, and so do waits beside them
+SOON = LinkLimits(**{f.name: SHARE * getattr(LINK_LIMITS, f.name) for f in fields(LinkLimits)})
 
 
 def free_port(host=""):
@@ -49,11 +51,12 @@ class Other:
     address: str
     delay: float = 0.0
     keys: object = None
+    limits: LinkLimits = LINK_LIMITS
     found: object = None
 
     def run(self):
         time.sleep(self.delay)
-        member = Member(self.address, self.keys)
+        member = Member(self.address, self.keys, self.limits)
         try:
             self.found = [member.greet(self.hello, 5.0)]
             while data := member.receive():
@@ -64,9 +67,9 @@ class Other:
 
 
 @contextmanager
-def others(address, *hellos, keys=None):
+def others(address, *hellos, keys=None, limits=LINK_LIMITS):
     told = [one if isinstance(one, tuple) else (0.0, one) for one in hellos]
-    made = [Other(hello, address, delay, keys) for delay, hello in told]
+    made = [Other(hello, address, delay, keys, limits) for delay, hello in told]
     threads = [threading.Thread(target=one.run) for one in made]
     for thread in threads:
         thread.start()
@@ -164,11 +167,10 @@ def test_one_that_only_said_that_it_is_here_is_refused_and_hears_no_plan(
     ] * 2
 
 
-def test_who_comes_late_is_told_as_well_and_the_own_node_last(monkeypatch, capsys):
+def test_who_comes_late_is_told_as_well_and_the_own_node_last(capsys):
     """The end of a rank of node 0 ends rank 0 with it, and nobody would be left to tell."""
-    monkeypatch.setattr(leader_module, "LATE", 0.1)
     address = f"tcp://127.0.0.1:{free_port('')}"
-    leader = Leader(address, Hello(0, 6, "6", "m"), differ, 2)
+    leader = Leader(address, Hello(0, 6, "6", "m"), differ, 2, limits=LinkLimits(late=0.1))
     same, odd = Hello(1, 6, "6", "m"), Hello(2, 6, "7", "m")
     late = [(2.0, Hello(rank, 6, "6", "m")) for rank in (4, 5)]
     when = {}
@@ -194,10 +196,9 @@ def test_who_comes_late_is_told_as_well_and_the_own_node_last(monkeypatch, capsy
     assert capsys.readouterr().err.count("node 0 exits in 30 s, and tells nodes") == 1
 
 
-def test_a_rank_that_never_comes_is_named_with_its_node(monkeypatch):
-    monkeypatch.setattr(leader_module, "LATE", 0.2)
+def test_a_rank_that_never_comes_is_named_with_its_node():
     port = free_port("")
-    leader = Leader(f"tcp://127.0.0.1:{port}", OWN, differ, 2)
+    leader = Leader(f"tcp://127.0.0.1:{port}", OWN, differ, 2, limits=LinkLimits(late=0.2))
     one = msgspec.structs.replace(OWN, rank=1)
     with (
         others(f"tcp://127.0.0.1:{port}", one) as found,
@@ -288,19 +289,19 @@ def test_connections_that_ended_before_a_rank_came_are_not_its_own():
     """Their descriptors are given again."""
     port = free_port("")
     address, own = f"tcp://127.0.0.1:{port}", msgspec.structs.replace(OWN, size=2)
-    leader = Leader(address, own, differ, 1)
+    leader = Leader(address, own, differ, 1, limits=SOON)
     for _ in range(5):
         with create_connection(("127.0.0.1", port)):
             time.sleep(0.05)
     time.sleep(0.2)
-    member, told = Member(address), []
+    member, told = Member(address, limits=SOON), []
     met = threading.Thread(target=leader.wait, args=("there", 20, lives))
     met.start()
     member.greet(msgspec.structs.replace(own, rank=1), 20)
     met.join()
     leader.watch(told.append)
     with create_connection(("127.0.0.1", port)):
-        time.sleep(2)
+        time.sleep(2 * SOON.sign)
     assert told == []
     leader.leave()
     leader.close()
@@ -356,7 +357,7 @@ def test_one_that_answers_late_is_waited_for(tmp_path):
 def test_the_other_end_is_missed_over_tcp(who):
     address = f"tcp://127.0.0.1:{free_port('')}"
     own = msgspec.structs.replace(OWN, size=2)
-    leader, member = Leader(address, own, differ, 1), Member(address)
+    leader, member = Leader(address, own, differ, 1, limits=SOON), Member(address, limits=SOON)
     met = threading.Thread(target=leader.wait, args=("there", 20, lives))
     met.start()
     member.greet(msgspec.structs.replace(own, rank=1), 20)

@@ -8,11 +8,10 @@ from socket import SHUT_RDWR, create_connection, create_server
 
 import msgspec
 import pytest
-from test_link import Word, differ, free_port, lives, others
+from test_link import SOON, Word, differ, free_port, lives, others
 
 from ds_runtime.common import patience
 from ds_runtime.errors import ConfigError
-from ds_runtime.parallel.link import member as member_module
 from ds_runtime.parallel.link.end import secret
 from ds_runtime.parallel.link.leader import Leader
 from ds_runtime.parallel.link.member import Member
@@ -29,11 +28,6 @@ def keys(tmp_path):
         return secret(str(tmp_path / "word"))
 
     return of
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    monkeypatch.setattr(member_module, "REFUSED", 0.7)
 
 
 def leading(address, keys):
@@ -66,13 +60,13 @@ def test_who_knows_the_secret_meets_whatever_it_is(keys, word):
 
 @pytest.mark.parametrize("ours", ["word"])
 @pytest.mark.parametrize("theirs", ["world", "", None])
-def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ours, theirs):
+def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, ours, theirs):
     if ours == theirs:
         return
     address = f"tcp://127.0.0.1:{free_port()}"
     mine = None if ours is None else keys(ours)
     leader, thread, told = leading(address, mine)
-    stranger = Member(address, None if theirs is None else keys(theirs or "x"))
+    stranger = Member(address, None if theirs is None else keys(theirs or "x"), SOON)
     with pytest.raises(ConfigError, match=r"^rank 0 at 127\.\S+ has another secret, or something"):
         stranger.greet(MATE, 20)
     stranger.close()
@@ -87,11 +81,11 @@ def test_another_secret_is_refused_and_all_others_wait_on(keys, capsys, soon, ou
 
 
 @pytest.mark.parametrize("call", ["greet", "tell", "fail", "close", "report", "ask_why"])
-def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call):
+def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, call):
     """ZeroMQ has given the connection up by then, and there will be none."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    leader = Leader(address, OWN, differ, 1, keys("word"))
-    stranger, begin = Member(address), time.monotonic()
+    leader = Leader(address, OWN, differ, 1, keys("word"), SOON)
+    stranger, begin = Member(address, limits=SOON), time.monotonic()
     time.sleep(1)
     if call == "greet":
         with pytest.raises(ConfigError, match="has another secret"):
@@ -104,15 +98,15 @@ def test_nobody_waits_in_sending_to_rank_0_with_another_secret(keys, soon, call)
     elif call == "fail":
         assert stranger.fail(1, "x") == "x"
     elif call == "report":
-        report(address, None, Cause(Witness.SEEN, 1, "x"))
+        report(address, None, Cause(Witness.SEEN, 1, "x"), SOON)
     elif call == "ask_why":
-        assert ask_why(address, None, 0.5) == ""
+        assert ask_why(address, None, SOON) == ""
     stranger.close()
     assert time.monotonic() - begin < 60  # what waits does so for longer, or for ever
     leader.part()
 
 
-def test_who_listens_there_and_knows_no_secret_learns_and_says_nothing(keys, soon):
+def test_who_listens_there_and_knows_no_secret_learns_and_says_nothing(keys):
     """It has the address of rank 0 while that is down."""
     heard = []
     with create_server(("127.0.0.1", 0)) as impostor:
@@ -133,7 +127,7 @@ def test_who_listens_there_and_knows_no_secret_learns_and_says_nothing(keys, soo
 
         thread, over = threading.Thread(target=listen, daemon=True), threading.Event()
         thread.start()
-        member = Member(address, keys("word"))
+        member = Member(address, keys("word"), SOON)
         with pytest.raises(ConfigError, match=r"rank 0 at 127\.\S+ has another secret, or"):
             member.greet(MATE, 20)
         over.set()

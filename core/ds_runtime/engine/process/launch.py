@@ -253,7 +253,7 @@ class RankGroup:
         """Ranks of other nodes may wait for rank 0, or ask why it has gone."""
         spec = self._specs[0]
         if self._lacks_rank_0 and self.failure is not None:
-            instead(spec.address, spec.keys, str(self.failure), 2 * WORD)
+            instead(spec.address, spec.keys, str(self.failure))
 
     def _end_stopped(self, pid: int) -> None:
         spec = self._specs[self.pids.index(pid)]

@@ -13,6 +13,7 @@ from ds_runtime.assembly.plan import difference
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.common import garbage
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.process.failure import during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
@@ -31,8 +32,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
     """
     config = assembly.config
     spec.check_device(assembly.platform)
-    assembly.platform.local_rank = spec.local_rank
-    assembly.platform.init_worker(spec.local_rank, spec.local_ranks, config.threads)
+    enter(assembly.platform, spec.local_rank, spec.local_ranks, config.threads)
     init_method = spec.meeting() if met is None else met()
     if spec.size == 1:
         return World.alone()

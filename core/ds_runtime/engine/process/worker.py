@@ -17,6 +17,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from ds_runtime.engine.process.entry import set_environment
 from ds_runtime.engine.process.failure import during, leave_reason, member_of
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import LEFT
@@ -83,8 +84,7 @@ def rank_main(
 
 def _prepare(spec: RankSpec) -> None:
     with during("at the start"):
-        for name, value in spec.process_env().items():  # before torch loads what reads them
-            os.environ.setdefault(name, value)
+        set_environment(spec.process_env())
 
 
 def _exit_with_parent(folder: Path) -> None:

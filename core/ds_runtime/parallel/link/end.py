@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from ds_runtime.common.address import is_loopback
-from ds_runtime.common.patience import LINGER, SIGN, SILENCE
+from ds_runtime.common.patience import LINK_LIMITS, LinkLimits
 from ds_runtime.errors import ConfigError, unreadable
 
 _MOST_BYTES = 1 << 24  # of a message to rank 0: a hello, with its plan
@@ -51,16 +51,19 @@ class LinkEnd:
     """A socket that keeps everything sent to it. Each call needs `lock`, from whatever thread.
 
     closing: the end of a connection is no news any more. far: the other end is on another node.
+    limits: how long it waits, and others hear nothing of it.
     Raises ConfigError where keys are given and ZeroMQ was built without CURVE.
     """
 
-    def __init__(self, kind: int, address: str, keys: LinkKeys | None) -> None:
+    def __init__(
+        self, kind: int, address: str, keys: LinkKeys | None, limits: LinkLimits = LINK_LIMITS
+    ) -> None:
         self.closing, self.far = threading.Event(), address.startswith("tcp://")
-        self.lock = threading.Lock()
+        self.lock, self.limits = threading.Lock(), limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(kind)
         self.socket.set_hwm(0)
-        self.socket.setsockopt(zmq.LINGER, int(LINGER * 1000))
+        self.socket.setsockopt(zmq.LINGER, int(limits.linger * 1000))
         if keys is not None:
             self._prove(kind, keys)
         if kind == zmq.ROUTER:
@@ -69,8 +72,8 @@ class LinkEnd:
             self.socket.setsockopt(zmq.RCVHWM, _FEW)
             self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         if self.far or kind == zmq.DEALER:
-            self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(SIGN * 1000))
-            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE * 1000))
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(limits.sign * 1000))
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(limits.silence * 1000))
         known = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED if kind == zmq.DEALER else 0
         self._monitor = self.socket.get_monitor_socket(_FAILED | known)
 
@@ -116,7 +119,7 @@ class LinkEnd:
 
     def close(self) -> None:
         """Send what is unsent, for a moment, and let go. The caller's thread is the last."""
-        self._let_go(LINGER)
+        self._let_go(self.limits.linger)
 
     def part(self) -> None:
         """Let go, and send nothing more."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ds_runtime.common.patience import LATE, LINGER, REFUSING, SIGN, WORD
+from ds_runtime.common.patience import LINK_LIMITS, LinkLimits
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
 from ds_runtime.parallel.link.messages import (
@@ -42,7 +42,8 @@ Differ = Callable[[str, str], list[str]]
 
 class Leader:
     """Rank 0's end. own: its hello; differ: compares plans; per_node: ranks of a node; keys: what
-    others prove to know. Raises ConfigError where the address cannot be had.
+    others prove to know; limits: how long it waits. Raises ConfigError where the address cannot
+    be had.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Leader:
         differ: Differ,
         per_node: int = 0,
         keys: LinkKeys | None = None,
+        limits: LinkLimits = LINK_LIMITS,
     ) -> None:
-        self._own, self._differ, self._per_node = own, differ, per_node
+        self._own, self._differ, self._per_node, self._limits = own, differ, per_node, limits
         self._ranks: dict[bytes, RankPlace] = {}  # by the name of the connection
         self._fit = set[int]()  # ranks that have said hello
         self._greeted = set[bytes]()  # their connections
@@ -63,7 +65,7 @@ class Leader:
         self._looked = 0.0
         self._strangers, self._met, self._leaving, self._off = 0, False, False, False
         self._watcher: threading.Thread | None = None
-        self._end = LinkEnd(zmq.ROUTER, address, keys)
+        self._end = LinkEnd(zmq.ROUTER, address, keys, limits)
         self._decoder = msgspec.msgpack.Decoder(Here | Hello | Cause | Told | Waited)
         try:
             self.address = numeric(address)
@@ -87,7 +89,7 @@ class Leader:
                 looks += 1
                 with self._end.lock:
                     self._read(_LOOK)
-                    if self._end.far and looks % int(SIGN * 1000 / _LOOK) == 0:
+                    if self._end.far and looks % max(1, int(self._limits.sign * 1000 / _LOOK)) == 0:
                         self._give_sign()
                 if self._causes:
                     raise EngineDeadError(first_of(self._causes).message)
@@ -96,8 +98,8 @@ class Leader:
                 if time.monotonic() > deadline:
                     raise EngineDeadError(self._late(missing, timeout))
         except BaseException as e:
-            patience = LATE if isinstance(e, Exception) else 0.0
-            self._refuse(str(e), REFUSING if isinstance(e, ConfigError) else patience)
+            patience = self._limits.late if isinstance(e, Exception) else 0.0
+            self._refuse(str(e), self._limits.refusing if isinstance(e, ConfigError) else patience)
             raise
         with self._end.lock:
             self._met = True
@@ -209,13 +211,13 @@ class Leader:
             said += "; ranks with another secret (--dist-token-file) were refused"
         return said
 
-    def _refuse(self, why: str, patience: float = LATE) -> None:
+    def _refuse(self, why: str, patience: float) -> None:
         """Tell why there is no start, also those that come so many seconds later. Ranks of this
         node are told last: their end ends this process.
         """
         self._off, data = True, msgspec.msgpack.encode(Welcome(refused=why))
         told, deadline = set[bytes](), time.monotonic() + (patience if self._end.far else 0.0)
-        if self._end.far and patience > LATE and self._unknown():
+        if self._end.far and patience > self._limits.late and self._unknown():
             print(
                 f"ds-runtime: not started: {why}\nds-runtime: node 0 exits in {patience:.0f} s, "
                 "and tells nodes that connect until then",
@@ -279,7 +281,7 @@ class Leader:
 
     def _look_for_dead(self) -> None:
         """On one machine, where nobody else does while this process waits."""
-        if self._watcher is None and time.monotonic() >= self._looked + SIGN / 2:
+        if self._watcher is None and time.monotonic() >= self._looked + self._limits.sign / 2:
             self._looked = time.monotonic()
             self._give_sign()
             if self._causes:
@@ -314,9 +316,9 @@ class Leader:
                         break
                 if time.monotonic() >= sign:
                     self._give_sign()
-                    sign = time.monotonic() + SIGN / 2
+                    sign = time.monotonic() + self._limits.sign / 2
                 if self._causes and not deadline:  # another may have failed before
-                    deadline = time.monotonic() + WORD
+                    deadline = time.monotonic() + self._limits.word
         first, own = first_of(self._causes), [c.message for c in self._causes if c.rank == 0]
         with self._end.lock:
             self._send(ENDS + first.message.encode())
@@ -333,9 +335,9 @@ class Leader:
         if self._watcher is not None:
             with self._end.lock:
                 self._causes.append(Cause(Witness.SAID, 0, message))
-            self._watcher.join(WORD + 2 * LINGER)
+            self._watcher.join(self._limits.word + 2 * self._limits.linger)
         elif not self._met:
-            self._refuse(message)
+            self._refuse(message, self._limits.late)
 
     def leave(self) -> None:
         """Tell the others to leave. Until `close` those are missed that have not."""

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from ds_runtime.common.patience import ENDING, REFUSED, WORD
+from ds_runtime.common.patience import ENDING, LINK_LIMITS, LinkLimits
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.parallel.link.end import LinkEnd, LinkKeys
 from ds_runtime.parallel.link.messages import (
@@ -34,11 +34,15 @@ _TAKEN = 0.3  # seconds to read what rank 0 had still said
 
 
 class Member:
-    """Another rank's end, connected to rank 0 at `address`. keys: what rank 0 proves to know."""
+    """Another rank's end, connected to rank 0 at `address`. keys: what rank 0 proves to know.
+    limits: how long it waits.
+    """
 
-    def __init__(self, address: str, keys: LinkKeys | None = None) -> None:
-        self._address, self._keys = address, keys
-        self._end = LinkEnd(zmq.DEALER, address, keys)
+    def __init__(
+        self, address: str, keys: LinkKeys | None = None, limits: LinkLimits = LINK_LIMITS
+    ) -> None:
+        self._address, self._keys, self._limits = address, keys, limits
+        self._end = LinkEnd(zmq.DEALER, address, keys, limits)
         self._end.socket.connect(address)
         self._at = address.removeprefix("tcp://")
         self._met = False
@@ -52,7 +56,7 @@ class Member:
 
     def _gone(self) -> str:
         """Why rank 0 is gone, if whoever started it tells; or that it is."""
-        if self._end.far and (why := ask_why(self._address, self._keys, WORD)):
+        if self._end.far and (why := ask_why(self._address, self._keys, self._limits)):
             return why
         how = "cannot be reached any more" if self._end.far else "was stopped by a signal"
         return f"{self._where} has left, or {how}"
@@ -93,7 +97,7 @@ class Member:
                 return answer.meet
             if ended:
                 raise EngineDeadError(self._gone())
-            if refused and now - refused > REFUSED:
+            if refused and now - refused > self._limits.refused:
                 raise ConfigError(
                     f"rank 0 at {self._at} has another secret, or something else listens there: "
                     "give every node the same --dist-token-file and --dist-init-addr"
@@ -178,7 +182,7 @@ class Member:
         """
         if not self._end.far or self._why or self._end.closing.is_set():
             return self._why or message
-        deadline = time.monotonic() + 2 * WORD
+        deadline = time.monotonic() + 2 * self._limits.word
         with self._end.lock:
             heard = self._end.say(msgspec.msgpack.encode(Cause(Witness.SAID, rank, message)))
             while heard and not self._why and (left := deadline - time.monotonic()) > 0:

@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from ds_runtime._version import __version__
+from ds_runtime.common.patience import LINK_LIMITS, LinkLimits
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.link.end import LinkEnd, LinkKeys, numeric
 
@@ -128,31 +129,35 @@ class RankPlace:
         return f"rank {self.rank} on node {self.rank // self.per_node} ({self.peer})"
 
 
-def report(address: str, keys: LinkKeys | None, cause: Cause) -> None:
+def report(
+    address: str, keys: LinkKeys | None, cause: Cause, limits: LinkLimits = LINK_LIMITS
+) -> None:
     """Tell rank 0 why a rank has ended that cannot say so, as somebody else."""
-    end = LinkEnd(zmq.DEALER, address, keys)
+    end = LinkEnd(zmq.DEALER, address, keys, limits)
     end.socket.connect(address)
     end.say(msgspec.msgpack.encode(cause))
     end.close()
 
 
-def ask_why(address: str, keys: LinkKeys | None, seconds: float) -> str:
-    """Why rank 0 has ended, if somebody tells in its place (`instead`) within so long; else ""."""
-    end, why = LinkEnd(zmq.DEALER, address, keys), ""
+def ask_why(address: str, keys: LinkKeys | None, limits: LinkLimits = LINK_LIMITS) -> str:
+    """Why rank 0 has ended, if somebody tells in its place (`instead`) within `word`; else ""."""
+    end, why = LinkEnd(zmq.DEALER, address, keys, limits), ""
     end.socket.connect(address)
     end.say(msgspec.msgpack.encode(Why()))
-    if end.socket.poll(int(seconds * 1000)):
+    if end.socket.poll(int(limits.word * 1000)):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             why = msgspec.msgpack.decode(end.socket.recv(), type=Welcome).refused
     end.part()
     return why
 
 
-def instead(address: str, keys: LinkKeys | None, why: str, seconds: float) -> None:
-    """Rank 0 has ended and told nobody: be at its address for so long, and tell all who come why.
-    Does nothing where the address cannot be had.
+def instead(
+    address: str, keys: LinkKeys | None, why: str, limits: LinkLimits = LINK_LIMITS
+) -> None:
+    """Rank 0 has ended and told nobody: be at its address for twice `word`, and tell all who come
+    why. Does nothing where the address cannot be had.
     """
-    end, deadline = LinkEnd(zmq.ROUTER, address, keys), time.monotonic() + seconds
+    end, deadline = LinkEnd(zmq.ROUTER, address, keys, limits), time.monotonic() + 2 * limits.word
     try:
         end.socket.bind(numeric(address))
     except (zmq.ZMQError, OSError, UnicodeError, ConfigError):

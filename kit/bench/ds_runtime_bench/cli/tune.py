@@ -224,14 +224,14 @@ def run_comm(args: Namespace) -> int:
     if args.ranks < 2:
         raise ConfigError(f"--ranks {args.ranks}: must be at least 2")
     config, explicit = build(EngineConfig, args)
+    from ds_runtime.engine.process.entry import set_environment
     from ds_runtime_bench.ops import comm, tune
-    from ds_runtime_bench.record import as_served
 
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
     _check_ranks(assembly.platform, args.ranks)
     out = _file(args, assembly.device.name)
     costs = _to_add_to(args, out, assembly)
-    as_served(assembly.platform)
+    set_environment(assembly.platform.process_env())
     found = comm.measure(assembly.platform, args.ranks)
     costs = costs.without_sums(args.ranks).with_collectives(found)
     costs.write(out)

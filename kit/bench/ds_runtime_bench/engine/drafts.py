@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, RowOrder
@@ -39,7 +40,7 @@ class DraftCheck:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         config = EngineConfig(**{**settings, **_SETTINGS})
         assembly = assemble(config, {*settings, *_SETTINGS})
-        assembly.platform.init_worker(0, 1, config.threads)
+        enter(assembly.platform, threads=config.threads)
         self._runner = Runner(assembly, World.alone())
         parts = self._runner.parts
         assert parts.draft is not None

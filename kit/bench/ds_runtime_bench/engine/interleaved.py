@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
+from ds_runtime.engine.process.entry import set_environment
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
-from ds_runtime_bench.record import as_served
 
 
 class Engine(Protocol):
@@ -52,7 +52,7 @@ class Ours:
         wanted = {"disable_radix_cache": True, "max_running_requests": rows, **settings}
         wanted.setdefault("context_length", context)
         self._assembly = assemble(EngineConfig(**wanted), tuple(wanted))
-        as_served(self._assembly.platform)
+        set_environment(self._assembly.platform.process_env())
         from ds_runtime import LLM
         from ds_runtime.checkpoint.hub import resolve_model
         from ds_runtime.description.hf import load_config

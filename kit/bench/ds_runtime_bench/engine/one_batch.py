@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.engine.process.entry import set_environment
 from ds_runtime.errors import ConfigError
-from ds_runtime_bench.record import as_served, environment, peak_bytes
+from ds_runtime_bench.record import environment, peak_bytes
 
 if TYPE_CHECKING:
     from ds_runtime.offline.llm import LLM
@@ -103,7 +104,7 @@ def run(
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.config import EngineConfig
 
-    as_served(assemble(EngineConfig(**settings), tuple(settings)).platform)
+    set_environment(assemble(EngineConfig(**settings), tuple(settings)).platform.process_env())
     from ds_runtime import LLM
     from ds_runtime.checkpoint.hub import resolve_model
     from ds_runtime.description.hf import load_config

@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.measured.costs import KINDS, Collective
 from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, INSTEAD, MOST
@@ -92,7 +93,7 @@ def _rank(
     platform: Platform, rank: int, ranks: int, at: str, sizes: tuple[int, ...], results: Any
 ) -> None:
     try:
-        platform.init_worker(rank, ranks)
+        enter(platform, rank, ranks)
         comm = platform.communicator(rank, ranks, at, timeout=_PATIENCE)
         kinds: dict[str, Callable[[Any], Any]] = {k: getattr(comm, k) for k in _EVERYWHERE}
         curves = {k: _curve(platform, comm, k, call, sizes) for k, call in kinds.items()}

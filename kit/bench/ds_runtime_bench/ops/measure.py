@@ -22,6 +22,7 @@ from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.description.tree import padded
+from ds_runtime.engine.process.entry import enter, set_environment
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.binding.by_rows import Shares
@@ -33,7 +34,7 @@ from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime.predict.calls import arithmetic, as_read
-from ds_runtime_bench.record import Neighbours, as_served
+from ds_runtime_bench.record import Neighbours
 from ds_runtime_bench.shapes import config_of
 
 if TYPE_CHECKING:
@@ -248,8 +249,8 @@ class Measurement:
         self.context, self.prompt = context, prompt
         self.seconds = seconds
         self.platform = assembly.platform
-        as_served(self.platform)
-        self.platform.init_worker(0, 1, assembly.config.threads)
+        set_environment(self.platform.process_env())
+        enter(self.platform, threads=assembly.config.threads)
         self.device = self.platform.device(0)
         self.neighbours = Neighbours()
         self.ceilings: Ceilings = self.platform.ceilings(0) if beside is None else beside.ceilings

@@ -16,6 +16,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError
 from ds_runtime.offline.prompts import JobMaker
@@ -91,7 +92,7 @@ def bisect(
         if not result.ok:
             raise _Departed(seen, result)
 
-    assembly.platform.init_worker(0, 1, config.threads)
+    enter(assembly.platform, threads=config.threads)
     ops = WatchedOps(assembly.binding, assembly.offers, judge)
     runner = Runner(assembly, World.alone(), bound=ops)
     try:

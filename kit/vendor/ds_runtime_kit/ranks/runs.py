@@ -209,19 +209,18 @@ def _rank(
 
 def _platform(name: str, plugins: Sequence[str] | None, rank: int, size: int) -> Platform:
     from ds_runtime.config import EngineConfig
+    from ds_runtime.engine.process.entry import enter, set_environment
     from ds_runtime.plugins.manager import load_plugins
     from ds_runtime.plugins.select_platform import select_platform
 
     platform, _ = select_platform(load_plugins(plugins), name)
     platform.configure(EngineConfig(tp=size))
-    for variable, value in platform.process_env().items():
-        os.environ.setdefault(variable, value)
+    set_environment(platform.process_env())
     try:
         platform.info(rank)
     except Exception as e:
         raise ConfigError(f"device {rank} cannot be had: {e}") from e
-    platform.local_rank = rank
-    platform.init_worker(rank, size, 1)
+    enter(platform, rank, size, 1)
     return platform
 
 
