@@ -21,7 +21,7 @@ Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]
 def parse(*args: str, verb: str = "serve") -> Built:
     parser, _ = build_parser()
     for one in engines(parser):
-        add_spellings(one, {"--disable-acme-graph": "disable_graph"})
+        add_spellings([one], {"--disable-acme-graph": "disable_graph"})
     namespace = parser.parse_args([verb, *args])
     return (*build(EngineConfig, namespace), *build(ServerConfig, namespace))
 
@@ -167,7 +167,7 @@ def test_the_plugin_for_it_brings_the_flag_that_its_users_know() -> None:
 
     parser, _ = build_parser()
     for one in engines(parser):
-        add_spellings(one, ds_runtime_cuda.hooks.FLAGS)
+        add_spellings([one], ds_runtime_cuda.hooks.FLAGS)
     for verb in ("serve", "plan"):
         namespace = parser.parse_args([verb, "--disable-cuda-graph"])
         assert build(EngineConfig, namespace)[0].disable_graph
