@@ -44,7 +44,7 @@ Flags have SGLang's names. vLLM's names for the same are accepted, too. Undersco
 hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 is known.
 
 * A flag in the right column is the setting that the left one sets.
-* A sentence is printed at the start, which then goes on.
+* A sentence is printed, and the start continues.
 * A sentence marked "refused" ends the start.
 * A value marked "accepted" asks for what is so anyway.
 

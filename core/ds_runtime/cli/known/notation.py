@@ -1,10 +1,8 @@
 """How the tables list flags that share a fate: usage lines below one sentence.
 
---flag              takes no value
---flag X            takes one value
---flag X...         takes any number of values
---flag none|X       `none` is accepted without a word, because it asks for nothing
---[no-]flag         `--no-flag` is accepted, because it asks for what is so anyway
+* `--flag` takes no value, `--flag X` one, and `--flag X...` any number.
+* `--flag none|X` accepts `none` in silence, because it asks for nothing.
+* `--[no-]flag` is two flags. The second is always accepted, because it asks for what is so anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ ALWAYS = "is always so here"
 
 
 def ignored(says: str, usage: str) -> Mapping[str, Spelling]:
-    """Flags that change nothing here: the start prints the sentence and goes on."""
+    """Returns flags that change nothing here: the start prints the sentence and continues."""
     return dict(_flags(usage, nothing(says), nothing(says)))
 
 
 def ends(says: str, usage: str) -> Mapping[str, Spelling]:
-    """Flags of what is missing here, or is asked for in another way: the start ends."""
+    """Returns flags that end the start, because the thing is missing or has another flag here."""
     return dict(_flags(usage, refused(says), nothing(ALWAYS)))
 
 
