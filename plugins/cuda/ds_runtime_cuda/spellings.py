@@ -52,7 +52,7 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--cuda-graph-config": refused("is --disable-graph, --graph-sizes and others here", "one"),
     **dict.fromkeys(
         ("--cuda-graph-max-seq-len-prefill", "--cuda-graph-prefill-max-context"),
-        nothing("a captured step holds for every length of context", "one"),
+        nothing("--max-prefill-graph-size bounds what is captured", "one"),
     ),
     "--enable-cudagraph-gc": nothing("the engine's garbage collection has no options"),
     "--enable-profile-cuda-graph": nothing("a server's /start_profile writes traces"),

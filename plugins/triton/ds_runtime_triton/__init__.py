@@ -8,7 +8,7 @@ from ds_runtime.api import Refusal, Spelling, installed, nothing, plugin
 
 PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-ascend")
 
-_SPLITS = "the files of tuned kernels say how they divide the work"
+_SPLITS = "a kernel divides the work by its shape"
 FLAGS: Mapping[str, str | Spelling] = {
     "--triton-attention-reduce-in-fp32": nothing("is always so here"),
     **dict.fromkeys(

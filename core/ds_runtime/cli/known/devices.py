@@ -77,7 +77,7 @@ RANKS: Mapping[str, str | Spelling] = {
         --boundary-reduction X  --enable-fused-moe-sum-all-reduce
         """,
     ),
-    **ends("ranks add up in the compute dtype: leave it out", "--enable-quant-communications"),
+    **ends("sums of ranks are not quantised: leave it out", "--enable-quant-communications"),
     **ignored(
         "what ranks divide follows from --tp, --dp and --ep",
         """

@@ -106,12 +106,9 @@ CAPTURE: Mapping[str, str | Spelling] = {
         --compilation-config X
         """,
     ),
-    **ignored("--max-graph-size bounds what is captured", "--max-seq-len-to-capture N"),
     **ignored(
-        "a captured step holds for every length of context",
-        """
-        --context-bucket N
-        """,
+        "--max-graph-size bounds what is captured",
+        "--max-seq-len-to-capture N  --context-bucket N",
     ),
     **ignored("torch's own variables decide: TORCH_LOGS", "--enable-torch-compile-debug-mode"),
 }
