@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ds_runtime.cli.known import BATCH, KNOWN, SERVING
+from ds_runtime.cli.known import BATCH, SERVING, TOPICS
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import Spelling
 from ds_runtime.ops.binding.backends import NAMES
@@ -16,7 +16,9 @@ from ds_runtime.plugins.hooks import of as hooks_of
 
 def known_flags(note: str) -> str:
     """Every name of other engines that this one knows. note: the page's first line."""
-    out = [note, "# Flags that you know from elsewhere\n\n", FLAGS_HEAD, _names(KNOWN)]
+    out = [note, "# Flags that you know from elsewhere\n\n", FLAGS_HEAD]
+    for topic, flags in TOPICS.items():
+        out += [f"\n## {topic}\n\n", _names(flags)]
     for verb, flags in (("one-batch", BATCH), ("serving", SERVING)):
         out += [f"\n## Only of `ds-runtime bench {verb}`\n\n", _names(flags)]
     plugins = {name: own_hooks(name) for name in ("cuda", "rocm", "npu", "xpu", "cpu", "triton")}
@@ -39,23 +41,37 @@ def known_flags(note: str) -> str:
 
 FLAGS_HEAD = """\
 Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
-hyphens, and lists take commas or spaces. For a name that means something else here, or nothing, the
-start prints a line. A name marked "refused" ends the start with its sentence. A name that is not
-here and not in [Flags](flags.md) ends the start as unknown, with the nearest name that is known.
+hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 is known.
 
+* A flag in the right column is the setting that the left one sets.
+* A sentence is printed, and the start continues.
+* A sentence marked "refused" ends the start.
+* A value marked "accepted" asks for what is so anyway.
+
+A name that is neither here nor in [Flags](flags.md) ends the start as unknown, with the nearest
+known name.
 """
 
 
 def _names(flags: Mapping[str, str | Spelling]) -> str:
-    rows = ["| flag | here |\n|---|---|\n"]
+    """A table: flags that mean the same here share a row."""
+    rows: dict[str, list[str]] = {}
     for flag, meant in flags.items():
         if isinstance(meant, str):
-            rows.append(f"| `{flag}` | `{_flag(meant)}` |\n")
-        elif meant.says:
-            rows.append(f"| `{flag}` | {'refused: ' * meant.refused}{meant.says} |\n")
-        for value, own in {} if isinstance(meant, str) else meant.values.items():
-            rows.append(f"| `{flag} {value}` | {own.says or 'accepted'} |\n")
-    return "".join(rows)
+            rows.setdefault(f"`{_flag(meant)}`", []).append(flag)
+            continue
+        if meant.says:
+            rows.setdefault("refused: " * meant.refused + meant.says, []).append(flag)
+        for value, own in meant.values.items():
+            said = "refused: " * own.refused + own.says
+            rows.setdefault(said or "accepted", []).append(f"{flag} {value}")
+    return "".join(
+        ["| flag | here |\n|---|---|\n"]
+        + [
+            f"| {', '.join(f'`{name}`' for name in names)} | {said} |\n"
+            for said, names in rows.items()
+        ]
+    )
 
 
 def own_hooks(name: str) -> Any:

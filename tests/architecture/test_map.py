@@ -12,7 +12,7 @@ MAP = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 MOST_LINES = 150
 CORE = "core/ds_runtime"
 TASKS = {  # the heading that a reader would choose: files that the task needs
-    "Add a flag": ["config/engine.py", "config/server.py", "cli/known.py"],
+    "Add a flag": ["config/engine.py", "config/server.py", "cli/known"],
     "Add a kernel for my chip": ["ops/contracts", "ops/binding/bind.py"],
     "Add a platform": ["platform/contract.py"],
     "Add an op": ["ops/contracts", "ops/declare.py", "ops/reference", "description/sites.py"],

@@ -33,7 +33,7 @@ WORDS = frozenset(
 ELSEWHERE = {  # file → why it names ops beside those that it calls
     "core/ds_runtime/assembly/rules.py": "leaves a fusion out of some draft layers",
     "core/ds_runtime/ops/binding/backends.py": "flags of other engines stand for pins of these ops",
-    "core/ds_runtime/cli/known.py": "refused flags of other engines name the pin to give",
+    "core/ds_runtime/cli/known/kernels.py": "refused flags of other engines name the pin to give",
     "core/ds_runtime/ops/binding/invariant.py": "flags bring these ops: its errors name them",
     "core/ds_runtime/assembly/estimate.py": "what a step holds beside its weights",
     "core/ds_runtime/assembly/room.py": "second forms of experts give way first",

@@ -33,7 +33,7 @@ SPELL = {
     "core/ds_runtime/description/hybrid/config.py": "the same field",
     "core/ds_runtime/description/hybrid/structure.py": "the names of DeepSeek-V4",
     "core/ds_runtime/description/joins.py": "the name of a rule",
-    "core/ds_runtime/cli/known.py": "the name of that rule",
+    "core/ds_runtime/cli/known/kernels.py": "the name of that rule",
     "core/ds_runtime/model/attention.py": "an attribute of a layer",
     "core/ds_runtime/model/base.py": "an attribute of a model",
     # Tools that check the rest may not be derived from it.

@@ -25,7 +25,7 @@ def acme_parser() -> argparse.ArgumentParser:
     """With a flag of a plugin. Made once: parsing leaves it as it is."""
     parser, _ = build_parser()
     for one in engines(parser):
-        add_spellings(one, {"--disable-acme-graph": "disable_graph"})
+        add_spellings([one], {"--disable-acme-graph": "disable_graph"})
     return parser
 
 
@@ -175,7 +175,7 @@ def test_the_plugin_for_it_brings_the_flag_that_its_users_know() -> None:
 
     parser, _ = build_parser()
     for one in engines(parser):
-        add_spellings(one, ds_runtime_cuda.hooks.FLAGS)
+        add_spellings([one], ds_runtime_cuda.hooks.FLAGS)
     for verb in ("serve", "plan"):
         namespace = parser.parse_args([verb, "--disable-cuda-graph"])
         assert build(EngineConfig, namespace)[0].disable_graph

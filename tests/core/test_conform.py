@@ -189,7 +189,7 @@ def test_support_is_a_matrix_over_described_devices(capsys: pytest.CaptureFixtur
     assert mine == {"fp8_block"}
     assert main(["conform", "--mode", "support", "--op", "rms_norm"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith("# What is served where") and "| h100 | NVIDIA H100" in page
+    assert page.startswith("# Which kernel runs where") and "| h100 | NVIDIA H100" in page
     *_, heading = headings = re.findall("^## .*", page, re.MULTILINE)
     assert headings[:-1] == ["## What does not go together", "## Devices"]
     assert heading == "## rms_norm"

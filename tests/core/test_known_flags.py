@@ -442,7 +442,7 @@ def test_a_name_that_is_taken_or_of_no_field_is_a_fault_of_the_plugin():
         ({"-x": "tp"}, "two dashes"),
     ):
         with pytest.raises(ConfigError, match=said):
-            add_spellings(one, flags)
+            add_spellings([one], flags)
 
 
 def test_the_rest_of_the_commands_know_them_where_they_have_the_field():

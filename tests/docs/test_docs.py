@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-import ds_runtime_cuda
 import gen_docs
 import mutate
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
 from ds_runtime_kit.scaffold import files
+from flags_page import own_hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -151,7 +151,8 @@ def known_flags() -> set[str]:
     """Every flag of every verb and of their kinds, and those that plugins name."""
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
     found |= {"--no-index", "--find-links", "--no-deps", "--wheel-dir"}  # of pip
-    found |= set(ds_runtime_cuda.hooks.FLAGS)
+    for plugin in ("cpu", "cuda", "npu", "rocm", "triton"):
+        found |= set(own_hooks(plugin).FLAGS)
     found |= {"--ds-platform", "--dist"}  # of pytest
     found.add("--nproc-per-node")  # of torchrun
     while todo:

@@ -137,8 +137,7 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
         verb.add(subcommands)
     tools = load_tools()
     _add_plugin_verbs(subcommands, tools, tools.reports)
-    for one in engines(parser):
-        add_spellings(one, KNOWN, taken=False)
+    add_spellings(engines(parser), KNOWN, taken=False)
     return parser, subcommands
 
 
@@ -215,8 +214,7 @@ def _add_plugin_flags(parser: Parser, loaded: Plugins) -> None:
         flags = getattr(loaded.manager.get_plugin(name), "FLAGS", {})
         if report.refusal is None and flags:
             try:
-                for one in engines(parser):
-                    add_spellings(one, flags)
+                add_spellings(engines(parser), flags)
             except Exception as e:
                 loaded.drop(name, Refusal("broken", f"FLAGS: {e}"))
                 print(f"ds-runtime: plugin {name} is broken: FLAGS: {e}", file=sys.stderr)

@@ -7,7 +7,7 @@ sentence the start shows. Names that belong to a vendor stand in its plugin's `F
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -136,9 +136,11 @@ def _set(
 
 
 def add_spellings(
-    parser: argparse.ArgumentParser, flags: Mapping[str, str | Spelling], taken: bool = True
+    parsers: Iterable[argparse.ArgumentParser],
+    flags: Mapping[str, str | Spelling],
+    taken: bool = True,
 ) -> None:
-    """More flags for this parser: aliases, and spellings.
+    """More flags for these parsers: aliases, and spellings.
 
     taken: a flag that is there already is a fault. Raises ConfigError for that, and for a field
     that no configuration has.
@@ -150,15 +152,21 @@ def add_spellings(
             raise ConfigError(f"flag {flag!r} for {unknown[0]!r}: no configuration has that field")
         if not flag.startswith("--"):
             raise ConfigError(f"flag {flag!r}: write it with two dashes in front")
-    for flag, meant in flags.items():
-        if flag in parser._option_string_actions:
-            if taken:
-                raise ConfigError(f"flag {flag!r}: is taken")
-        elif not isinstance(meant, str):
-            parser._add_action(Known(flag, meant))
-        elif (action := settable(parser, meant)) is not None:
-            action.option_strings = [*action.option_strings, flag]
-            parser._option_string_actions[flag] = action
+    aliases = {flag: meant for flag, meant in flags.items() if isinstance(meant, str)}
+    actions = {f: Known(f, meant) for f, meant in flags.items() if not isinstance(meant, str)}
+    for parser in parsers:
+        here = parser._option_string_actions
+        there = flags.keys() & here.keys()
+        if there and taken:
+            raise ConfigError(f"flag {min(there)!r}: is taken")
+        # There are hundreds of them in each of a dozen parsers, and `_add_action` is slow.
+        added = {flag: action for flag, action in actions.items() if flag not in there}
+        here.update(added)
+        parser._actions += added.values()
+        for flag, meant in aliases.items():
+            if flag not in there and (action := settable(parser, meant)) is not None:
+                action.option_strings = [*action.option_strings, flag]
+                here[flag] = action
 
 
 def _sets(spelling: Spelling) -> Iterator[str]:

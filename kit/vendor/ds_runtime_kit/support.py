@@ -33,14 +33,14 @@ APART = (
     (
         "trees of drafts (`--speculative-eagle-topk` above 1)",
         "`--batch-invariant`",
-        "nodes of a tree have other places in the cache than tokens of an answer, and are added "
-        "in another order",
+        "a tree's nodes and an answer's tokens have other places in the cache, so attention adds "
+        "them in another order",
     ),
     (
         "keys and values in the cache (`--disable-mla`)",
         "`--batch-invariant`",
-        "no kernel of `mha_decode` computes each row by itself, and prompts have to attend as "
-        "decode steps do",
+        "prompts have to attend as decode steps do, and no kernel of `mha_decode` computes each "
+        "row by itself",
     ),
     (
         "keys and values in the cache (`--disable-mla`)",
@@ -103,38 +103,43 @@ def as_json(rows: Iterable[Row]) -> str:
 
 
 HEAD = """\
-# What is served where
+# Which kernel runs where
 
-The tables say which kernel accepts which op and weight format on which described device. Kernels
-with the best rank come first. Formats of a kernel that have the same devices share a row.
+Each table is about one op. It says which kernel accepts which weight format on which described
+device. The best kernels come first. Formats with the same devices share a row.
 
-The kernels' own gates answer for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
-software that the devices' files name. Nothing runs for these tables. `ds-runtime plan --device X`
-prints the choice for a model.
+Nothing ran to make these tables. Every kernel was asked about DeepSeek-V3 on eight ranks, with
+pages of {page} tokens and the software that the devices' files name. For another model,
+`ds-runtime plan --device X` prints the kernels that a start would bind.
 
 | mark | means |
 |---|---|
 | `/fp8` | with an FP8 cache |
-| *unrun* | no kernel has run on it. Its rows follow what its vendor and the libraries publish |
+| *unrun* | no kernel ran on the device. Its rows follow what its vendor and the libraries publish |
 | *own bits* | `--batch-invariant` may bind the kernel ([batch-invariant.md](batch-invariant.md)) |
 | *any part* | `--ep` above 1 may bind the kernel, because it skips experts of other ranks |
 
 ## What does not go together
 
-These features work together in every other pair: `--tp`, `--ep`, `--enable-dp-attention`, drafts,
-captured steps, kept prefixes, adapters, an FP8 cache, masks, sparse attention and
-`--batch-invariant`. Two ranks over Gloo return the answers of one (`tests/e2e/test_pairs.py`). On
-two H200s six runs in float32 cover these pairs, FP8 caches left out, and return the answers of one
-device (`tests/e2e/test_pairs_on_device.py`). Of three runs in FP8, two do so within a near-tie. The
-third, with trees, DP attention and an FP8 cache, differs by more, and why is not known.
+Any two of these work together: `--tp`, `--ep`, `--enable-dp-attention`, drafts, captured steps, the
+prefix cache, adapters, an FP8 cache, grammars, sparse attention, `--batch-invariant`. The table has
+the exceptions.
+
+* Two ranks over Gloo return the answers of one rank (`tests/e2e/test_pairs.py`).
+* On two H200s, six runs in float32 return the answers of one device
+  (`tests/e2e/test_pairs_on_device.py`). They cover DP attention, `--ep` and drafts, each with every
+  other feature except an FP8 cache.
+* On two H200s, three runs had FP8 weights. Two of them return the answers of one device, except
+  where two tokens are almost equally likely. The third had trees, DP attention and an FP8 cache.
+  Its answers differ by more, and the reason is not known.
 
 | this | and this | why |
 |---|---|---|
 {apart}
 
-On GPUs three do not go together: sparse attention, an FP8 cache and `--batch-invariant`. Kernels of
-sparse attention that compute each row by itself read no FP8 groups. A start is refused, and names
-the kernels.
+On GPUs, sparse attention works with an FP8 cache or with `--batch-invariant`, but not with both.
+Its kernels that compute each row by itself read no FP8 cache. The start then ends with an error
+that names the kernels.
 """
 
 
@@ -145,7 +150,7 @@ def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
     devices = {name: platform.info(0) for name, platform in found.items()}
     apart = "\n".join(f"| {' | '.join(said)} |" for said in APART)
     head = HEAD.format(page=PAGE_SIZE, apart=apart)
-    lines = [head, "## Devices", "", "| device | is |", "|---|---|"]
+    lines = [head, "## Devices", "", "| device | model, architecture |", "|---|---|"]
     for name, info in devices.items():
         unrun = ", *unrun*" if found[name].unrun else ""
         lines.append(f"| {name} | {info.name}, {info.arch}{unrun} |")

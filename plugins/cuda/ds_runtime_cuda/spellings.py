@@ -49,12 +49,39 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--enable-flashmla": Spelling(
         "is --attention-backend flashmla here", {"attention_backend": "flash_mla"}
     ),
-    "--deepep-mode": nothing("DeepEP is not built in yet", "one"),
-    "--deepep-config": nothing("DeepEP is not built in yet", "one"),
+    "--cuda-graph-config": refused("is --disable-graph, --graph-sizes and others here", "one"),
+    **dict.fromkeys(
+        ("--cuda-graph-max-seq-len-prefill", "--cuda-graph-prefill-max-context"),
+        nothing("--max-prefill-graph-size bounds what is captured", "one"),
+    ),
+    "--enable-cudagraph-gc": nothing("the engine's garbage collection has no options"),
+    "--enable-profile-cuda-graph": nothing("a server's /start_profile writes traces"),
+    "--enable-layerwise-nvtx-marker": nothing("a server's /start_profile writes traces"),
+    "--debug-cuda-graph": Spelling("is --disable-graph here", {"disable_graph": "True"}),
+    **dict.fromkeys(
+        (
+            "--deepep-mode",
+            "--deepep-v2-mode",
+            "--deepep-config",
+            "--deepep-dispatcher-output-dtype",
+            "--flashinfer-a2a-dispatch-type",
+        ),
+        nothing("rows of all ranks are gathered: no other way is built yet", "one"),
+    ),
+    "--disable-flashinfer-cutlass-moe-fp4-allgather": nothing(
+        "rows of all ranks are gathered as they are"
+    ),
+    "--flashinfer-mxfp4-moe-precision": nothing("--pin experts=KERNEL chooses the kernel", "one"),
+    "--flashinfer-mla-disable-ragged": nothing("--pin mha_prefill=KERNEL chooses the kernel"),
+    "--disable-flashinfer-autotune": nothing("nothing is tuned while serving"),
+    "--flashinfer-autotune-skip-ops": nothing("nothing is tuned while serving", "many"),
+    "--enable-nvidia-megakernel": nothing("a step is a captured graph of kernels"),
     "--nccl-init-addr": "dist_init_addr",
     "--enable-nccl-nvls": nothing("NCCL's own settings decide"),
     "--enable-flashinfer-allreduce-fusion": nothing(_SUMS),
+    "--enforce-disable-flashinfer-allreduce-fusion": nothing(_SUMS),
     "--flashinfer-allreduce-fusion-backend": nothing(_SUMS, "one"),
+    "--pre-warm-nccl": nothing("steps are captured and tried before the port opens"),
     "--base-gpu-id": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
     "--gpu-id-step": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
     "--nccl-port": nothing("ranks of one machine find each other", "one"),

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ds_runtime.api import Change, Facts, plugin
+from ds_runtime.api import Change, Facts, Spelling, nothing, plugin, refused
+
+FLAGS: Mapping[str, str | Spelling] = {
+    "--fuseep-mode": nothing("rows of all ranks are gathered: no other way is built yet", "one"),
+    "--c128-page-size": nothing("--page-size is for all groups of the cache", "one"),
+    "--msprobe-dump-config": refused(
+        "is ds-runtime bisect here, which compares every op with float64", "one"
+    ),
+}
 
 
 def defaults(facts: Facts) -> Sequence[Change]:
@@ -24,5 +32,6 @@ hooks = plugin(
     probe="ds_runtime_npu.platform:probe",
     offers="ds_runtime_npu.kernels:OFFERS",
     defaults=defaults,
+    flags=FLAGS,
     backends={"attention_backend": {"ascend": "npu"}, "moe_runner_backend": {"ascend": "npu"}},
 )

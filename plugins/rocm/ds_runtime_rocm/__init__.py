@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ds_runtime.api import Change, Facts, plugin
+from ds_runtime.api import Change, Facts, Spelling, nothing, plugin
+
+_STEPS = "a step is a captured graph of kernels"
+FLAGS: Mapping[str, str | Spelling] = {
+    **dict.fromkeys(
+        (
+            "--enable-aiter-allreduce-fusion",
+            "--disable-aiter-allreduce-fusion-in-prefill",
+            "--disable-aiter-allreduce-fusion-in-decode",
+        ),
+        nothing("what ds-runtime tune comm has measured decides how ranks add up"),
+    ),
+    "--enable-amd-monokernel": nothing(_STEPS),
+    "--monokernel-backend": nothing(_STEPS, "one"),
+}
 
 
 def defaults(facts: Facts) -> Sequence[Change]:
@@ -26,5 +40,6 @@ hooks = plugin(
     probe="ds_runtime_rocm.platform:probe",
     offers="ds_runtime_rocm.kernels:OFFERS",
     diagnose="ds_runtime_rocm.software:report",
+    flags=FLAGS,
     defaults=defaults,
 )

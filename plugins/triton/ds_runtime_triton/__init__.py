@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from ds_runtime.api import Refusal, installed, plugin
+from collections.abc import Mapping
+
+from ds_runtime.api import Refusal, Spelling, installed, nothing, plugin
 
 PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-ascend")
+
+_SPLITS = "a kernel divides the work by its shape"
+FLAGS: Mapping[str, str | Spelling] = {
+    "--triton-attention-reduce-in-fp32": nothing("is always so here"),
+    **dict.fromkeys(
+        (
+            "--triton-attention-num-kv-splits",
+            "--triton-attention-split-tile-size",
+            "--dsa-triton-union",
+        ),
+        nothing(_SPLITS, "one"),
+    ),
+}
 
 
 def probe(packages: tuple[str, ...] = PACKAGES) -> Refusal | None:
@@ -16,4 +31,6 @@ def probe(packages: tuple[str, ...] = PACKAGES) -> Refusal | None:
     )
 
 
-hooks = plugin(probe="ds_runtime_triton:probe", offers="ds_runtime_triton.kernels:offers")
+hooks = plugin(
+    probe="ds_runtime_triton:probe", offers="ds_runtime_triton.kernels:offers", flags=FLAGS
+)

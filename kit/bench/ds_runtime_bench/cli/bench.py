@@ -65,7 +65,7 @@ def _one_batch(kinds: _SubParsersAction[Any]) -> None:
         metavar="N",
         help="tokens of each answer (default: 32)",
     )
-    add_spellings(parser, BATCH)
+    add_spellings([parser], BATCH)
     parser.add_argument(
         "--runs",
         type=int,

@@ -43,7 +43,7 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     )
     group.add_argument("--host", metavar="HOST", help="of --base-url")
     group.add_argument("--port", type=int, metavar="N", help="of --base-url")
-    add_spellings(parser, SERVING)
+    add_spellings([parser], SERVING)
     group.add_argument(
         "--endpoint",
         default="/v1/chat/completions",

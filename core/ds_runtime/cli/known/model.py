@@ -1,0 +1,166 @@
+"""The model: its files, its weights, its adapters, and kinds of models that are not served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_runtime.cli.known.notation import ends, ignored
+from ds_runtime.config.spelling import GIVEN, Spelling
+
+_STORED = "the checkpoint's own config says how its weights are stored"
+_TEXT = "models here read and write text alone"
+_LORA = Spelling("is --lora here", {"lora": GIVEN}, takes="many")
+
+FILES: Mapping[str, str | Spelling] = {
+    "--model-path": "model",
+    "--max-model-len": "context_length",
+    **ignored("not needed: no remote code is run", "--trust-remote-code --code-revision X"),
+    **ignored("not needed: the model's own encoding is known", "--tokenizer-mode X"),
+    **ignored("not needed: the runtime reads tokenizer.json itself", "--tokenizer-backend X"),
+    **ignored(f"not needed: {_STORED}; --quantize rounds while loading", "--quantization X"),
+    **ignored(
+        f"not needed: {_STORED}",
+        "--quantization-param-path X --speculative-draft-model-quantization X",
+    ),
+    **ignored("the model's code is the runtime's own", "--model-impl X --model-config-parser X"),
+    **ignored(
+        "not needed: rows of an FP8 cache need no scales of the model", "--calculate-kv-scales"
+    ),
+    **ignored(
+        "defaults come from the checkpoint's generation_config.json, and requests may differ",
+        "--generation-config X",
+    ),
+    **ends("text comes in and goes out: leave it out", "--skip-tokenizer-init"),
+    **ends(
+        "is read from the checkpoint's folder: put it there",
+        "--tokenizer X --tokenizer-path X --tokenizer-revision X "
+        "--decrypted-config-file X --decrypted-draft-config-file X",
+    ),
+    **ends("is for hf download: --model takes the folder that it prints", "--revision X"),
+    **ends("is the variable HF_HUB_CACHE here", "--download-dir X"),
+    **ends("is a change of the checkpoint's config.json here", "--hf-overrides X"),
+    **ends("is a change of the checkpoint's config.json", "--json-model-override-args X"),
+    **ends(
+        "is a change of generation_config.json here",
+        "--override-generation-config X --preferred-sampling-params X --sampling-defaults model|X",
+    ),
+    **ends("no checksum is compared: check the files before the start", "--model-checksum X..."),
+    **ends("the files stay: delete them after the start", "--delete-ckpt-after-loading"),
+    **ends(
+        "is --quantize here, or a checkpoint that was exported before the start",
+        """
+        --modelopt-quant X  --modelopt-checkpoint-restore-path X
+        --modelopt-checkpoint-save-path X  --modelopt-export-path X  --quantize-and-serve
+        """,
+    ),
+}
+LOADING: Mapping[str, str | Spelling] = {
+    **ends("is a loader plugin here: docs/writing-a-plugin.md", "--custom-weight-loader X..."),
+    **ends(
+        "weights are read from files: leave it out",
+        """
+        --modelexpress-config X
+        --remote-instance-weight-loader-seed-instance-ip X
+        --remote-instance-weight-loader-seed-instance-service-port N
+        --remote-instance-weight-loader-send-weights-group-ports X
+        --remote-instance-weight-loader-backend X
+        --remote-instance-weight-loader-start-seed-via-transfer-engine
+        --weight-cache-mode off|X
+        """,
+    ),
+    **ends(
+        "weights do not change while the server runs: leave it out",
+        """
+        --checkpoint-engine-wait-weights-before-ready  --rl-on-policy-target X
+        --rl-quant-profile X
+        """,
+    ),
+    **ignored(
+        "weights are read from files",
+        """
+        --engine-info-bootstrap-port N  --weight-cache-socket X  --weight-cache-timeout N
+        """,
+    ),
+    **ignored(
+        "threads read the files, and nothing stays mapped",
+        """
+        --model-loader-extra-config X  --startup-weight-load-mode X
+        --weight-loader-disable-mmap  --weight-loader-drop-cache-after-load
+        --weight-loader-prefetch-checkpoints  --weight-loader-prefetch-num-threads N
+        """,
+    ),
+    **ignored("clients see the name of --served-model-name", "--weight-version X"),
+}
+ADAPTERS: Mapping[str, str | Spelling] = {
+    "--lora-paths": _LORA,
+    "--lora-modules": _LORA,
+    "--max-loras-per-batch": "max_loras",
+    **ignored("not needed: --lora or --max-loras says so", "--enable-lora"),
+    **ignored("--max-loras says how many adapters are held", "--max-cpu-loras N"),
+    **ignored("--max-loras says how many adapters are held", "--max-loaded-loras N"),
+    **ignored("an adapter leaves its slot when it is unloaded", "--lora-eviction-policy X"),
+    **ignored("no step runs while an adapter is read", "--enable-lora-overlap-loading"),
+    **ignored("requests of all loaded adapters share a step", "--lora-drain-wait-threshold N"),
+    **ignored("the adapter's files say so", "--[no-]experts-shared-outer-loras"),
+    **ignored("is always so here", "--lora-strict-loading"),
+    **ends("an adapter that does not fit is refused: mend its files", "--no-lora-strict-loading"),
+}
+OTHERS: Mapping[str, str | Spelling] = {
+    **ignored(
+        _TEXT,
+        """
+        --language-model-only  --limit-mm-per-prompt X  --limit-mm-data-per-request X
+        --mm-attention-backend X  --mm-feature-transport X  --mm-global-cache-backend X
+        --[no-]mm-enable-dp-encoder  --mm-io-worker-num N  --mm-preprocess-cache-size-mb N
+        --mm-process-config X  --mm-processor-worker-num N  --trust-mm-content-hashes
+        --enable-broadcast-mm-inputs-process  --enable-mm-global-cache
+        --enable-prefix-mm-cache  --enable-precise-embedding-interpolation
+        --allowed-media-domains X...  --media-url-max-file-size-mb N
+        --image-processor-backend X  --disable-fast-image-processor
+        --asr-max-buffer-seconds N  --asr-max-concurrent-sessions N  --language-only
+        --encoder-transfer-backend X  --encoder-bootstrap-port N
+        --enable-adaptive-dispatch-to-encoder
+        """,
+    ),
+    **ends(
+        f"{_TEXT}: leave it out",
+        """
+        --enable-multimodal  --is-embedding  --encoder-only  --encoder-urls X...
+        --encoder-register-urls X...  --prefill-only-disable-kv-cache  --enable-mis
+        """,
+    ),
+    **ends(
+        "requests bring no code: leave it out",
+        """
+        --enable-custom-logit-processor  --logits-processors X...
+        """,
+    ),
+    **ends(
+        "models that write by diffusion are not served: leave it out",
+        """
+        --dllm-algorithm X  --dllm-algorithm-config X
+        """,
+    ),
+    **ignored("models that write by diffusion are not served", "--[no-]dllm-fdfo"),
+    **ignored(
+        "models with Mamba or linear attention are not served",
+        """
+        --mamba-backend X  --mamba-ssm-dtype X  --mamba-max-states-per-path N
+        --mamba-cache-philox-rounds N  --mamba-radix-cache-strategy X
+        --mamba-track-interval N  --mamba-full-memory-ratio N  --max-mamba-cache-size N
+        --enable-mamba-cache-stochastic-rounding  --enable-int8-mamba-checkpoint
+        --int8-mamba-ckpt-size N  --linear-attn-backend X  --linear-attn-decode-backend X
+        --linear-attn-prefill-backend X  --linear-attn-verify-backend X
+        --enable-linear-replayssm  --enable-linear-replayssm-spec
+        --linear-replayssm-cache-len N
+        """,
+    ),
+    **ignored(
+        "the model that has this part is not served",
+        """
+        --enable-megamoe-for-layernorm-sp  --enable-scattered-sconv
+        --[no-]ple-offload-embedding  --ple-offload-backend X  --ple-offload-dir X
+        --qsa-indexer-dtype X  --shared-experts-tp-size N
+        """,
+    ),
+}

@@ -1,0 +1,50 @@
+"""What flags mean together."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from ds_runtime.cli.config_file import given
+from ds_runtime.common.address import is_loopback
+from ds_runtime.errors import ConfigError
+
+
+def settle(namespace: Namespace) -> list[str]:
+    """What flags mean together; the sentences for the start. Raises ConfigError."""
+    values, said = given(namespace), getattr(namespace, "config", None)
+    notes = [*(said.values.get("notes", ()) if said else ()), *getattr(namespace, "notes", ())]
+    at = values.get("dist_init_addr")
+    if at is not None and values.get("nnodes", 1) == 1:
+        notes.append(f"--dist-init-addr {at}: not needed: ranks of one machine find each other")
+    elif at is not None and "dist_token_file" not in values and is_loopback(at.rpartition(":")[0]):
+        notes.append(
+            f"--dist-init-addr {at}: without --dist-token-file, whoever is on this machine may join"
+        )
+    tp, dp = values.get("tp", 1), values.get("dp", 1)
+    weak = {**(said.weak if said else {}), **getattr(namespace, "weak", {})}
+    groups = weak.get("dp", dp)
+    if "dp" in weak and not values.get("enable_dp_attention"):
+        raise ConfigError(f"--attn-dp-size {groups}: not with --no-enable-dp-attention")
+    if groups != dp:
+        raise ConfigError(
+            f"--attn-dp-size {groups}: --dp {dp} says another number of groups: replicas that "
+            "divide attention by sequences are not built: give --attn-dp-size alone"
+        )
+    if min(dp, tp) < 1 or not hasattr(namespace, "run"):
+        return notes
+    if values.get("enable_dp_attention"):
+        if tp > 1 and "dp" not in values:
+            notes.append(f"--enable-dp-attention: is --dp {tp} where --dp is left out")
+        elif tp > 1 and dp == 1:
+            notes.append("--dp 1: one group of ranks divides attention by heads alone")
+    elif (
+        dp > 1
+        and "enable_dp_attention" not in values
+        and any("--enable-expert-parallel" in note for note in notes)
+    ):
+        namespace.tp, namespace.dp, namespace.enable_dp_attention = tp * dp, dp, True
+        notes.append(
+            f"--data-parallel-size {dp} --enable-expert-parallel: is --tp {tp * dp} --dp {dp} "
+            "--enable-dp-attention here"
+        )
+    return notes

@@ -1,0 +1,180 @@
+"""Which requests run, what a step holds, and how steps are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ds_runtime.cli.known.notation import ALWAYS, ends, ignored
+from ds_runtime.config.spelling import GIVEN, Spelling
+
+_ORDER = Spelling(
+    "requests come in order of their arrival; --policy priority takes the important first",
+    takes="one",
+    values={
+        "fcfs": Spelling(
+            "is --policy fifo here, unless another is said",
+            {"policy": "fifo"},
+            takes="one",
+            weak=True,
+        ),
+        "priority": Spelling("is --policy priority here", {"policy": "priority"}, takes="one"),
+    },
+)
+_LOWEST_FIRST = Spelling(
+    "is --policy priority here, where the highest number comes first, and not the lowest",
+    {"policy": "priority"},
+    takes="one",
+)
+_ADMITTED = "a request starts when there are pages for its prompt, and may be preempted"
+
+SCHEDULING: Mapping[str, str | Spelling] = {
+    "--max-num-seqs": "max_running_requests",
+    "--max-num-batched-tokens": "max_step_tokens",
+    "--max-prefill-tokens": Spelling(
+        "counts the tokens of decode steps, too, and is --max-step-tokens here",
+        {"max_step_tokens": GIVEN},
+        takes="one",
+    ),
+    "--no-enable-chunked-prefill": Spelling(
+        "is --chunked-prefill-size -1 here", {"chunked_prefill_size": "-1"}
+    ),
+    "--schedule-policy": _ORDER,
+    "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
+    "--enable-priority-scheduling": Spelling("is --policy priority here", {"policy": "priority"}),
+    "--no-async-scheduling": Spelling(
+        "is --disable-overlap-schedule here", {"disable_overlap_schedule": "True"}
+    ),
+    **ignored(ALWAYS, "--enable-chunked-prefill --enable-mixed-chunk"),
+    **ignored(
+        "--chunked-prefill-size and --max-step-tokens bound what a step takes of prompts",
+        """
+        --max-num-partial-prefills N  --max-long-partial-prefills N  --prefill-max-requests N
+        --long-prefill-token-threshold N
+        """,
+    ),
+    **ignored("is so unless --disable-overlap-schedule is given", "--async-scheduling"),
+    **ends("a prompt that is too long is refused: shorten it", "--allow-auto-truncate"),
+    **ends(
+        "the highest number comes first: turn the numbers round",
+        """
+        --schedule-low-priority-values-first
+        """,
+    ),
+    **ends(
+        "a request without a priority has 0: let requests say theirs",
+        """
+        --default-priority-value 0|N
+        """,
+    ),
+    **ends(
+        "without --policy priority, requests may say one: leave it out",
+        """
+        --abort-on-priority-when-disabled
+        """,
+    ),
+    **ignored(
+        "a request yields when the KV cache is full: the last in the order first",
+        """
+        --disable-priority-preemption  --priority-scheduling-preemption-threshold N
+        --retraction-policy X
+        """,
+    ),
+    **ignored(_ADMITTED, "--schedule-conservativeness N --min-free-slots-delay N"),
+    **ignored(
+        "a step takes prompts and decodes together: --max-itl bounds the prompts",
+        """
+        --prefill-decode-interval N  --prefill-decode-interval-min-bs N
+        --enable-prefill-delayer  --prefill-delayer-max-delay-passes N
+        --prefill-delayer-token-usage-low-watermark N  --prefill-delayer-queue-min-ratio N
+        --prefill-delayer-forward-passes-buckets N...  --prefill-delayer-max-delay-ms N
+        --prefill-delayer-wait-seconds-buckets N...
+        """,
+    ),
+    **ignored(
+        "every step is scheduled",
+        """
+        --num-continuous-decode-steps N  --scheduler-recv-interval N
+        """,
+    ),
+}
+CAPTURE: Mapping[str, str | Spelling] = {
+    "--enforce-eager": Spelling("is --disable-graph here", {"disable_graph": "True"}),
+    **ignored(
+        "steps are captured as they are: --disable-graph turns that off",
+        """
+        --compilation-config X
+        """,
+    ),
+    **ignored(
+        "--max-graph-size bounds what is captured",
+        "--max-seq-len-to-capture N  --context-bucket N",
+    ),
+    **ignored("torch's own variables decide: TORCH_LOGS", "--enable-torch-compile-debug-mode"),
+}
+SPECULATION: Mapping[str, str | Spelling] = {
+    "--speculative-algo": "speculative_algorithm",
+    "--speculative-draft": "speculative_draft_model_path",
+    "--speculative-draft-model": "speculative_draft_model_path",
+    **ends(
+        "is --speculative-algorithm NEXTN --speculative-num-steps N here",
+        """
+        --speculative-config X
+        """,
+    ),
+    **ends(
+        "is for hf download: --speculative-draft-model-path takes the folder that it prints",
+        "--speculative-draft-model-revision X",
+    ),
+    **ignored(
+        "drafts are checked by kernels of decode steps",
+        """
+        --speculative-attention-mode X
+        """,
+    ),
+    **ends(
+        "the model's own draws judge drafts, so that drafts change no token: leave it out",
+        """
+        --speculative-accept-threshold-single 1|1.0|X  --speculative-accept-threshold-acc 1|1.0|X
+        """,
+    ),
+    **ignored(
+        "the model's own draws judge drafts, so that drafts change no token: leave it out",
+        "--speculative-use-rejection-sampling --speculative-use-block-verification",
+    ),
+    **ends(
+        "only the checkpoint's own MTP layer drafts: leave it out",
+        """
+        --uno-lora-path X  --enable-multi-layer-eagle  --speculative-token-map X
+        --speculative-draft-window-size N  --speculative-draft-sink-size N
+        --speculative-ngram-external-corpus-path X
+        """,
+    ),
+    **ignored(
+        "only the checkpoint's own MTP layer drafts",
+        """
+        --speculative-dflash-block-size N  --speculative-domino-candidate-pool-size N
+        --speculative-dspark-block-size N  --speculative-dspark-sps-table-path X
+        --speculative-dspark-confidence-sts-path X
+        --speculative-dspark-align-verify-tokens-to-graph-tier
+        --speculative-ngram-min-bfs-breadth N  --speculative-ngram-max-bfs-breadth N
+        --speculative-ngram-match-type X  --speculative-ngram-max-trie-depth N
+        --speculative-ngram-capacity N  --speculative-ngram-external-sam-budget N
+        --speculative-ngram-external-corpus-max-tokens N  --spec-trace-dir X
+        """,
+    ),
+    **ignored(
+        "the draft layer is loaded and computed as the model is",
+        """
+        --speculative-draft-load-format X  --speculative-draft-attention-backend X
+        --speculative-draft-kv-cache-dtype X  --speculative-moe-runner-backend X
+        --speculative-dsa-topk-backend X  --[no-]speculative-enable-w4a4-mxfp4-megamoe
+        """,
+    ),
+    **ignored(
+        "--speculative-adaptive measures what it decides by",
+        """
+        --speculative-adaptive-config X
+        """,
+    ),
+}
