@@ -12,7 +12,8 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import Costs
 from ds_runtime.parallel.sums.kinds import FAST, LIBRARY
-from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
+from ds_runtime.predict.calls import PricedCall, Step, calls, crossed
+from ds_runtime.predict.places import arithmetic
 
 COLLECTIVES, BESIDE = "collectives", "in parallel"
 REPLAY, HOST = "start of the recording", "waiting for the host"
