@@ -31,16 +31,16 @@ class Busiest:
 def busiest_rank(routing: Routing, parts: int, tokens: int) -> Busiest:
     """What the busiest of `parts` ranks expects; each has as many experts, one after the other.
 
-    Sums over the experts of two ranks hang together: together they have what all have. So a rank's
-    sum counts as a part that is common to all, and one of its own, whose variance is that of the
-    sum less the covariance of two ranks. For normal variables that is exact (D. B. Owen and G. P.
-    Steck, Annals of Mathematical Statistics 33, 1962, 1286). The parts of their own are counts, so
-    each has the distribution of H. H. Panjer's class (ASTIN Bulletin 12, 1981, 22) with the sum's
-    mean and this variance: binomial, Poisson or negative binomial. Mean, variance and covariance
-    are exact, as a token draws groups and then experts, both without replacement.
+    Two ranks together have what all have, so that their sums over experts hang together. A rank's
+    sum counts as a part common to all and a part of its own. The variance of its own part is that
+    of the sum less the covariance of two ranks. For normal variables that is exact (D. B. Owen and
+    G. P. Steck, Annals of Mathematical Statistics 33, 1962, 1286). These parts are counts: each has
+    the distribution of H. H. Panjer's class (ASTIN Bulletin 12, 1981, 22) with the sum's mean and
+    this variance. Mean, variance and covariance are exact, as a token draws groups and then
+    experts, both without replacement.
 
-    Near a tenth of what draws say, where a token takes a quarter at most of the experts that it may
-    choose from, in three groups or more if there are groups; with two ranks nearer a hundredth.
+    It is within a tenth of what draws say, and of two ranks within a hundredth or two. A token must
+    take at most a quarter of the experts that it may choose, in at least three groups or in one.
     parts divides the experts. One part, or no token: the means.
     """
     count, k, each = routing.num_experts, routing.top_k, routing.num_experts // parts
@@ -58,8 +58,8 @@ def busiest_rank(routing: Routing, parts: int, tokens: int) -> Busiest:
 
 
 def most_of(count: int, mean: float, variance: float) -> float:
-    """The expected maximum of `count` independent variables of Panjer's class with this mean, above
-    0, and variance: their probabilities have p(n) / p(n - 1) = a + b / n."""
+    """The expected maximum of `count` independent variables of Panjer's class: binomial, Poisson or
+    negative binomial. Their probabilities have p(n) / p(n - 1) = a + b / n. mean: above 0."""
     if variance <= mean * _TAIL:
         return mean
     a = 1 - mean / variance

@@ -1,4 +1,4 @@
-"""What a model's places have bound, and which kernel serves a call of so many rows. Torch-free."""
+"""What a model's places have bound, and which kernel serves a call by its rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Places:
         return self._ops.get((layer, module), set())
 
     def called(self, layer: int, module: str, rows: int) -> set[str]:
-        """Those of them that a call of so many rows may make: none makes codes for a weight whose
-        kernel multiplies such rows as they are."""
+        """Those of them that a step with this number of rows may call. None makes codes for a
+        weight whose kernel multiplies these rows as they are."""
         here = self.at(layer, module)
         if not here & CODING:
             return here
@@ -68,7 +68,7 @@ class Places:
         return here if self._rounds(layer, there, rows) else here - CODING
 
     def _rounds(self, layer: int, module: str, rows: int) -> bool:
-        """Whether the kernel of a weight multiplies so many rows as FP8 codes."""
+        """Whether the kernel of a weight multiplies this number of rows as FP8 codes."""
         kernel = self._linears.get((layer, module))
         if kernel is None:
             return False

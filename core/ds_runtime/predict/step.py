@@ -185,6 +185,11 @@ def notes(assembly: Assembly, costs: Costs, steps: Sequence[Predicted]) -> list[
             f"drafts ({assembly.config.speculative_algorithm}) are left out: these are steps of "
             "one token a request, and how many drafts are right is not known beforehand"
         )
+    if assembly.mesh.ep > 1:
+        lines.append(
+            "steps wait for the rank whose experts have the most to do, every expert being as "
+            "likely as another: trained ones may be less even, and steps longer"
+        )
     measured = {ranks for curves in costs.collectives.values() for ranks in curves}
     if assembly.mesh.size > 1 and measured and assembly.mesh.tp not in measured:
         ranks = ", ".join(map(str, sorted(measured)))
