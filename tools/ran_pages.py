@@ -66,6 +66,8 @@ COSTS = {
     "`tune host`": "*ran on* CPUs and on the host of two H200s",
     "`queue` and `lasting` of kernels (`tune costs`)": "*ran on* an H200",
     "decode steps (`plan`)": "held against steps on CPUs and on two H200s, *unrun* on four",
+    "busiest rank of `--ep` (`plan`)": "held against drawn choices and against routers of random "
+    "weights, *unrun* with trained ones",
     "prefills (`plan`)": "held against two H200s: 5 to 19 % too fast (V3)",
     "sparse attention, and `--add` (`tune costs`)": (
         "*ran on* CPUs and an H200, *unrun* on other devices"

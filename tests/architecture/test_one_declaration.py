@@ -42,6 +42,7 @@ ELSEWHERE = {  # file → why it names ops beside those that it calls
     "core/ds_runtime/api.py": "hands out the references of these ops",
     "core/ds_runtime/measured/costs.py": "what loads of routed experts are",
     "core/ds_runtime/predict/calls.py": "which calls a step makes follows from fused ones",
+    "core/ds_runtime/predict/places.py": "which ops make codes for a linear",
     "kit/bench/ds_runtime_bench/ops/tune.py": "codes are timed, and experts of other ranks",
     "kit/bench/ds_runtime_bench/ops/step_work.py": "a prompt's FLOPs are those of its matrices",
     "kit/bench/ds_runtime_bench/ops/subjects.py": "a dim",

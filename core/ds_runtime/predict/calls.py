@@ -6,7 +6,7 @@ the others: a fused op is called in place of those that it uses, where rows may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -25,7 +25,6 @@ from ds_runtime.description.tree import (
     SHARED,
     padded,
 )
-from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import DRAFT, Facts, Kernel, Site
 from ds_runtime.ops.contracts.attention.index import scored_rows
@@ -33,6 +32,8 @@ from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, LIBRARY
+from ds_runtime.predict.busiest import of_the_busiest
+from ds_runtime.predict.places import CODING, Places, serving
 
 Phase = Literal["decode", "prefill"]
 Branch = Literal["", "shared", "choice"]  # shared experts, beside the choice of routed ones
@@ -40,11 +41,10 @@ APART = {"logprobs", "mask_logits"}  # that a request asks for
 PROMPTS = "prompts"  # in place of the method, where rows of prompts are timed apart
 SCORED = {"index_scores", "index_topk"}  # which take few rows at once of long sequences
 _IN_PREFIX = {"cache_gather", "merge_state", "mha_prefill_quantize"}  # of prompts with a past
-_ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _IN_ONE = {ATTENTION, *(f"{ATTENTION}.{name}" for name in (QKV_A, Q_B))}
 _CHOICE = {"router_logits", "route", "route_softplus"}
 _BEHIND = {"mla_decode", "sparse_decode"}  # what attends
-_FED = {  # the end of a module → where the op in front of it is, and which: it brings codes
+_FED = {  # the end of a module → where the op in front of it is, and which: it may bring codes
     QKV_A: ("block", "add_rms_norm_quantize"),
     Q_B: (ATTENTION, "rms_norm_quantize"),
     DOWN: ("", "silu_mul_quantize"),
@@ -119,24 +119,6 @@ def key(kernel: Kernel, method: str) -> str:
     return f"{kernel.name}:{method}"
 
 
-def arithmetic(kernel: Kernel, dtype: str) -> str:
-    """The dtype in which a kernel multiplies, given that in which the model computes."""
-    cost = kernel.op.cost
-    return (
-        "float32" if cost is not None and cost.float32 else _ARITHMETIC.get(kernel.numerics, dtype)
-    )
-
-
-def serving(shares: Shares | None, kernel: Kernel, method: str, rows: int) -> Kernel:
-    """The kernel that serves a call of `rows` rows at a place."""
-    if shares is None:
-        return kernel
-    for each in shares.some:
-        if each.rows.holds(rows) and (not each.rows.methods or method in each.rows.methods):
-            return each
-    return shares.rest
-
-
 def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
     """The work with the weights' bytes as `kernel` reads them, where it packs them tighter."""
     reads = kernel.footprint.reads
@@ -147,20 +129,21 @@ def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
 def calls(assembly: Assembly, step: Step) -> Iterator[PricedCall]:
     """The calls of a step, those of drafts left out."""
     binding, mesh = assembly.binding, assembly.mesh
-    bound = Places(binding.choices)
+    bound = Places(binding.choices, binding.shares)
     own, scored = step.most(mesh.attn_dp), _scored(assembly, step)
     for site, kernel in binding.choices:
         if kernel is None or site.role == DRAFT:
             continue
-        count = _count(site, step, bound, scored)
-        if not count or not (rows := _rows(assembly, site, step, own)):
+        if not (rows := _rows(assembly, site, step, own)):
+            continue
+        if not (count := _count(site, step, bound, scored, rows)):
             continue
         if site.op in SCORED:
             count *= (parts := -(-rows // scored_rows(_width(assembly, step))))
             rows = -(-rows // parts)
         shares = binding.shares.get((site.op, site.layer, site.module))
         sizes = _sizes(assembly, site, step, bound)
-        for method in _methods(site, step, bound, scored):
+        for method in _methods(site, step, bound, scored, rows):
             serves = serving(shares, kernel, method, rows)
             held = "dense"
             if site.weight_format in serves.keeps:
@@ -202,27 +185,7 @@ def _branch(site: Site) -> Branch:
     return "choice" if site.module == MLP and site.op in _CHOICE else ""
 
 
-class Places:
-    """Which ops of a binding's places have a kernel, and how wide their weights are.
-
-    A model has thousands of places, and each asks about others.
-    """
-
-    def __init__(self, choices: Iterable[tuple[Site, Kernel | None]]) -> None:
-        self.width: dict[tuple[int, str], int] = {}  # input columns by (layer, module)
-        self._ops: dict[tuple[int, str], set[str]] = {}
-        for site, kernel in choices:
-            if len(site.shape) > 1:
-                self.width[site.layer, site.module] = site.shape[1]
-            if kernel is not None:
-                self._ops.setdefault((site.layer, site.module), set()).add(site.op)
-
-    def at(self, layer: int, module: str) -> set[str]:
-        """The ops of one place that have a kernel."""
-        return self._ops.get((layer, module), set())
-
-
-def _count(site: Site, step: Step, bound: Places, scored: bool | None) -> int:
+def _count(site: Site, step: Step, bound: Places, scored: bool | None, rows: int) -> int:
     """How often a step calls the op of a place; 0 where others do its work."""
     if site.phase not in ("any", step.phase) or site.op in APART | _IN_PREFIX:
         return 0
@@ -232,7 +195,9 @@ def _count(site: Site, step: Step, bound: Places, scored: bool | None) -> int:
         return 0
     if _in_one(site.layer, step, bound) and site.module in _IN_ONE and site.op not in _BEHIND:
         return 0
-    here = bound.at(site.layer, site.module)
+    here = bound.called(site.layer, site.module, rows)
+    if site.op in CODING - here:
+        return 0
     if site.module == "block":
         return _norms(here, site.layer).count(site.op)
     if (site.module, site.op) == (ATTENTION, "rms_norm"):  # of queries; that of latents is fused
@@ -264,25 +229,27 @@ def _norms(here: set[str], layer: int) -> tuple[str, str]:
     return (quantises if quantises in here else first), "add_rms_norm"
 
 
-def _methods(site: Site, step: Step, bound: Places, scored: bool | None) -> tuple[str, ...]:
+def _methods(
+    site: Site, step: Step, bound: Places, scored: bool | None, rows: int
+) -> tuple[str, ...]:
     cost = OPS[site.op].cost
     assert cost is not None, site.op
     if site.op == "mla_absorb":
         if _in_one(site.layer, step, bound):
             return ("apply_v",)
         return cost.step if step.phase == "decode" or scored else ("expand",)
-    if site.op == "linear" and _fed(site, bound):
+    if site.op == "linear" and _fed(site, bound, rows):
         return ("apply_quantized",)
     return tuple(cost.calls)
 
 
-def _fed(site: Site, bound: Places) -> bool:
+def _fed(site: Site, bound: Places, rows: int) -> bool:
     """Whether what is in front of this weight may bring codes."""
     module, _, last = site.module.rpartition(".")
     if last not in _FED:
         return False
     where, op = _FED[last]
-    return op in bound.at(site.layer, where or module)
+    return op in bound.called(site.layer, where or module, rows)
 
 
 def _rows(assembly: Assembly, site: Site, step: Step, own: int) -> int:
@@ -329,6 +296,10 @@ def _work(kernel: Kernel, method: str, sizes: Sizes, step: Step) -> Callable[[in
         return lambda rows: _times(of(sizes, each), rows / each)
     if step.phase == "prefill" and kernel.op.by_sequence:
         return lambda rows: _times(of(sizes, min(each, rows)), max(1.0, rows / each))
+    if kernel.op.absent:
+        return lambda rows: of_the_busiest(
+            as_read(of(sizes, rows), kernel, sizes.facts), sizes, rows
+        )
     return lambda rows: as_read(of(sizes, rows), kernel, sizes.facts)
 
 

@@ -12,7 +12,8 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.measured.costs import Costs
 from ds_runtime.parallel.sums.kinds import FAST, INSTEAD
-from ds_runtime.predict.calls import PricedCall, Step, arithmetic, calls, crossed
+from ds_runtime.predict.calls import PricedCall, Step, calls, crossed
+from ds_runtime.predict.places import arithmetic
 
 COLLECTIVES, BESIDE = "collectives", "in parallel"
 REPLAY, HOST = "start of the recording", "waiting for the host"
@@ -184,6 +185,11 @@ def notes(assembly: Assembly, costs: Costs, steps: Sequence[Predicted]) -> list[
         lines.append(
             f"drafts ({assembly.config.speculative_algorithm}) are left out: these are steps of "
             "one token a request, and how many drafts are right is not known beforehand"
+        )
+    if assembly.mesh.ep > 1:
+        lines.append(
+            "steps wait for the rank whose experts have the most to do, every expert being as "
+            "likely as another: trained ones may be less even, and steps longer"
         )
     measured = {ranks for curves in costs.collectives.values() for ranks in curves}
     if assembly.mesh.size > 1 and measured and assembly.mesh.tp not in measured:

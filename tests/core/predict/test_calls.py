@@ -14,6 +14,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.crossing import Crossing
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.predict.busiest import busiest_rank
 from ds_runtime.predict.calls import Step, calls, crossed
 from ds_runtime_bench.shapes import config_of
 
@@ -158,7 +159,8 @@ def test_collectives_are_as_many_and_as_large_as_the_wire_says(tmp_path, mesh, r
 
 @pytest.mark.parametrize("mesh", [MESHES[0], *MESHES[3:5]], ids=str)
 def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
-    """As many FLOPs in all ranks together as one has without them, where nothing is twice."""
+    """As many FLOPs in all ranks together as one has without them, where nothing is twice. Of
+    experts by number a rank has more than its part: it is the busiest."""
     folder = tmp_path / "model"
     model = folder_of(folder, "tiny-v3", "bfloat16", n_shared_experts=0, num_hidden_layers=2)
     step = Step("decode", 16, 16, 64)
@@ -172,10 +174,14 @@ def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
                 call.op == "linear" and call.method.startswith("apply")
             ):
                 found[call.op] += call.count * call.work(call.rows).flops
-        return assembly.mesh, found
+        return assembly, found
 
     (_, alone), (ranks, each) = flops(), flops(**mesh)
-    assert ranks.tp * each["experts"] == pytest.approx(alone["experts"])
+    routing, ranks = ranks.model.routing, ranks.mesh
+    most = busiest_rank(routing, ranks.ep, step.rows).choices / (step.rows * routing.top_k)
+    assert (most > 1 / ranks.ep) == (ranks.ep > 1)
+    share = most * ranks.ep / ranks.tp
+    assert each["experts"] == pytest.approx(share * alone["experts"])
     assert ranks.tp * each["mla_decode"] == pytest.approx(alone["mla_decode"])
     assert each["linear"] <= alone["linear"] <= ranks.tp * each["linear"] * (1 + 1e-9)
 
@@ -198,3 +204,28 @@ def test_behind_the_last_attention_few_rows_are_wanted(tmp_path):
     assert assembly.model.layers == 3 and routed == [96, 2]
     every = [c.rows for c in calls(assembly, Step("prefill", 3, 3, 0, 3)) if c.op == "experts"]
     assert every == [3, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 64])
+def test_no_norm_makes_codes_for_a_weight_that_takes_rows_as_they_are(tmp_path, rows):
+    """Linears of few rows: cuda.LinearFewFp8 says that it rounds none."""
+    model = folder_of(tmp_path / "model", "v3-slice", "fp8")
+    settings = {"model": model, "load_format": "dummy", "plugins": ("cuda", "triton")}
+    assembly = assemble(
+        EngineConfig(**settings), set(settings), device="h200", without=("deep_gemm", "flash_mla")
+    )
+    found = list(calls(assembly, Step("decode", rows, rows, 64)))
+    few = [c for c in found if c.kernel.name == "cuda.LinearFewFp8"]
+    made = Counter()
+    for call in found:
+        made[call.op] += call.count
+    coding = {op: count for op, count in made.items() if op.endswith("_quantize")}
+    assert bool(few) == (rows <= 8) and all(c.method == "apply" for c in few)
+    layers = assembly.model.layers
+    if rows <= 8:
+        assert not coding
+        assert made["add_rms_norm"] == 2 * layers  # the final one is one of them
+        assert made["silu_mul"] == layers
+    else:
+        assert coding["add_rms_norm_quantize"] == layers - 1
+        assert coding["silu_mul_quantize"] == layers

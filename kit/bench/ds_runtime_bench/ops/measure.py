@@ -33,7 +33,8 @@ from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
-from ds_runtime.predict.calls import arithmetic, as_read
+from ds_runtime.predict.calls import as_read
+from ds_runtime.predict.places import arithmetic
 from ds_runtime_bench.record import Neighbours
 from ds_runtime_bench.shapes import config_of
 

@@ -24,7 +24,8 @@ from ds_runtime.ops.contract import Kernel, load_attr
 from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
-from ds_runtime.predict.calls import APART, PROMPTS, SCORED, arithmetic, key, serving
+from ds_runtime.predict.calls import APART, PROMPTS, SCORED, key
+from ds_runtime.predict.places import arithmetic, serving
 from ds_runtime_bench.ops.measure import Group, Measurement, groups
 from ds_runtime_bench.record import environment
 from ds_runtime_bench.shapes import config_of
