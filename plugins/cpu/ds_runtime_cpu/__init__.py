@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_runtime.api import nothing, plugin
+from ds_runtime.api import plugin
 
 
 def diagnose() -> list[tuple[str, str]]:
@@ -22,6 +22,5 @@ hooks = plugin(  # no probe: every machine has a CPU, and torch runs on all that
     platform="ds_runtime_cpu.platform:CpuPlatform",
     offers="ds_runtime_cpu.kernels:OFFERS",
     diagnose="ds_runtime_cpu:diagnose",
-    flags={"--mlx-enable-sampling": nothing("is always so here: sampling follows each request")},
     backends={"attention_backend": {"intel_amx": "cpu"}},
 )

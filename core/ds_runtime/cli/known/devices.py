@@ -14,7 +14,9 @@ _GROUPS = Spelling(
     "is --dp N --enable-dp-attention here",
     {"dp": GIVEN, "enable_dp_attention": "True"},
     takes="one",
-    values={"1": Spelling(takes="one")},
+    values={
+        "1": Spelling(sets={"dp": "1", "enable_dp_attention": "False"}, takes="one", weak=True)
+    },
     weak=True,
 )
 _EXPERTS = "copies of all experts are not built yet: --ep divides them by number"

@@ -53,6 +53,7 @@ KERNELS: Mapping[str, str | Spelling] = {
     ),
     **ignored("products of float32 are computed in float32", "--enable-tf32-matmul"),
     **ignored(ALWAYS, "--no-enable-tf32-matmul"),
+    **ignored("is always so here: sampling follows each request", "--mlx-enable-sampling"),
     **ends(
         "the head has the compute dtype: --dtype float32 is for the whole model",
         """

@@ -22,21 +22,22 @@ def settle(namespace: Namespace) -> list[str]:
         )
     tp, dp = values.get("tp", 1), values.get("dp", 1)
     weak = {**(said.weak if said else {}), **getattr(namespace, "weak", {})}
-    groups = weak.get("dp", dp)
-    if "dp" in weak and not values.get("enable_dp_attention"):
+    groups, divided = weak.get("dp", dp), values.get("enable_dp_attention")
+    if groups != 1 and "dp" in weak and not divided:
         raise ConfigError(f"--attn-dp-size {groups}: not with --no-enable-dp-attention")
-    if groups != dp:
+    if groups != dp and (groups != 1 or divided):  # else they are replicas of one group each
         raise ConfigError(
             f"--attn-dp-size {groups}: --dp {dp} says another number of groups: replicas that "
             "divide attention by sequences are not built: give --attn-dp-size alone"
         )
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes
-    if values.get("enable_dp_attention"):
+    if divided:
         if tp > 1 and "dp" not in values:
             notes.append(f"--enable-dp-attention: is --dp {tp} where --dp is left out")
         elif tp > 1 and dp == 1:
-            notes.append("--dp 1: one group of ranks divides attention by heads alone")
+            flag = "--attn-dp-size" if "dp" in weak else "--dp"
+            notes.append(f"{flag} 1: one group of ranks divides attention by heads alone")
     elif (
         dp > 1
         and "enable_dp_attention" not in values
