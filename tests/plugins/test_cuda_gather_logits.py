@@ -29,7 +29,7 @@ class Kernel:
 
     def __init__(self, source, defines):
         assert source == "gather_logits.cu"
-        assert defines["ARGS"] == ctypes.sizeof(gather_logits.Arguments)
+        assert defines["ARGS"] == ctypes.sizeof(gather_logits._GatherLogitsArgs)
         self.ranks, self.signals = defines["RANKS"], defines["SIGNALS"]
         assert self.signals == 8 * 8 * defines["BLOCKS"]
 

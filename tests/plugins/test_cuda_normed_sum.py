@@ -32,7 +32,9 @@ class Kernel:
     """Of one rank's module."""
 
     def __init__(self, source, defines):
-        assert source == "normed_sum.cu" and defines["ARGS"] == ctypes.sizeof(normed_sum.Arguments)
+        assert source == "normed_sum.cu" and defines["ARGS"] == ctypes.sizeof(
+            normed_sum._NormedSumArgs
+        )
         self.ranks, self.signals = defines["RANKS"], defines["SIGNALS"]
 
     def function(self, name):

@@ -20,7 +20,6 @@ from ds_runtime_cuda import (
     grouped_fp8,
     normed_sum,
     nvrtc,
-    rank_kernels,
 )
 from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.packed12 import experts as token_experts
@@ -95,10 +94,12 @@ def test_kernels_of_fewer_bits_compile(home):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("of", [normed_sum, gather_logits], ids=lambda of: of.SOURCE)
+@pytest.mark.parametrize(
+    "of", [normed_sum.KERNELS, gather_logits.KERNELS], ids=lambda of: of.source
+)
 def test_kernels_of_several_ranks_compile(home, of, ranks):
-    code = nvrtc.compile_for("sm_90a", of.SOURCE, rank_kernels.defines(ranks, of.Arguments))
-    assert code.startswith(b"\x7fELF") and all(name.encode() in code for name in of.NAMES)
+    code = nvrtc.compile_for("sm_90a", of.source, of.defines(ranks))
+    assert code.startswith(b"\x7fELF") and all(name.encode() in code for name in of.names)
 
 
 def test_another_header_is_compiled_anew(home):
@@ -176,8 +177,8 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("fp8_compressed.cu", fp8_compressed._Fp8CompressedArgs, []),
         ("packed12_experts.cu", token_experts._TokenExpertsArgs, []),
         ("fp8_few.cu", fp8_few._Fp8FewArgs, []),
-        ("normed_sum.cu", normed_sum.Arguments, []),
-        ("gather_logits.cu", gather_logits.Arguments, []),
+        ("normed_sum.cu", normed_sum._NormedSumArgs, []),
+        ("gather_logits.cu", gather_logits._GatherLogitsArgs, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):

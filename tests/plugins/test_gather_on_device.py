@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks_on_devices import check_ranks
 
+from ds_runtime.engine.process.entry import enter
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
@@ -108,8 +109,7 @@ def in_turn(platform, comm, device, backend, gather):
 def rank_of(rank, size, address, results):
     try:
         platform, _ = select_platform(load_plugins())
-        platform.local_rank = rank
-        platform.init_worker(rank, size)
+        enter(platform, rank, size)
         comm, device = platform.communicator(rank, size, address, 120.0), platform.device(rank)
         backend = platform.graph_backend(rank)
         with torch.inference_mode():

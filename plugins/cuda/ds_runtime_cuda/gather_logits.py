@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.rank_kernels import ALIGNED, BLOCKS, RankMemory, fields
+from ds_runtime_cuda.rank_kernels import ALIGNED, BLOCKS, RankKernels, RankMemory, fields
 
-SOURCE = "gather_logits.cu"
-NAMES = ("gather_logits",)
 _EACH = 8  # values that a thread moves at once
 _FEW, _MANY = 256, 1024  # threads of a block; few, where more blocks have work so
 
 
-class Arguments(ctypes.Structure):
+class _GatherLogitsArgs(ctypes.Structure):
     """Args of csrc/gather_logits.cu."""
 
     _fields_ = (
@@ -26,11 +24,14 @@ class Arguments(ctypes.Structure):
     )
 
 
+KERNELS = RankKernels("gather_logits.cu", ("gather_logits",), _GatherLogitsArgs)
+
+
 class GatherLogits:
     """As `Communicator.gather_logits`. All calls of a group are on one stream."""
 
     def __init__(self, memory: RankMemory) -> None:
-        self._memory, self._args = memory, Arguments()
+        self._memory, self._args = memory, _GatherLogitsArgs()
         memory.fill(self._args)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -48,6 +49,6 @@ class GatherLogits:
         chunks = x.numel() // _EACH
         threads = _FEW if chunks <= _FEW * BLOCKS else _MANY
         grid = (min(-(-chunks // threads), BLOCKS), 1)
-        nvrtc.launch(self._memory.functions[NAMES[0]], grid, threads, 0, args)
+        nvrtc.launch(self._memory.functions["gather_logits"], grid, threads, 0, args)
         if not aligned:
             out.copy_(to[:, : out.shape[1]])

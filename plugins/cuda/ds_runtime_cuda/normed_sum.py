@@ -9,14 +9,12 @@ from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.quant import GROUP, scale_columns
-from ds_runtime_cuda.rank_kernels import ALIGNED, BLOCKS, RankMemory, fields
+from ds_runtime_cuda.rank_kernels import ALIGNED, BLOCKS, RankKernels, RankMemory, fields
 
-SOURCE = "normed_sum.cu"
-NAMES = ("normed_sum", "normed_sum_wide")
 _EACH = 8  # values that a thread moves at once
 
 
-class Arguments(ctypes.Structure):
+class _NormedSumArgs(ctypes.Structure):
     """Args of csrc/normed_sum.cu."""
 
     _fields_ = (
@@ -26,11 +24,14 @@ class Arguments(ctypes.Structure):
     )
 
 
+KERNELS = RankKernels("normed_sum.cu", ("normed_sum", "normed_sum_wide"), _NormedSumArgs)
+
+
 class NormedSum:
     """As `Communicator.normed_sum`. All calls of a group are on one stream."""
 
     def __init__(self, memory: RankMemory) -> None:
-        self._memory, self._args = memory, Arguments()
+        self._memory, self._args = memory, _NormedSumArgs()
         memory.fill(self._args)
 
     def __call__(
@@ -58,7 +59,7 @@ class NormedSum:
         if not rows:
             return residual
         chunks = -(-width // _EACH)
-        name = NAMES[chunks > 1024]
+        name = KERNELS.names[chunks > 1024]
         threads = -(-chunks // (32 if chunks <= 1024 else 64)) * 32
         args, weight = self._args, _whole(weight)
         args.x, args.residual, args.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()

@@ -14,7 +14,7 @@ from ds_runtime_cuda import gather_logits, normed_sum
 from ds_runtime_cuda.gather_logits import GatherLogits
 from ds_runtime_cuda.normed_sum import NormedSum
 from ds_runtime_cuda.quant import GROUP, groups_of
-from ds_runtime_cuda.rank_kernels import RankMemory
+from ds_runtime_cuda.rank_kernels import RankKernels, RankMemory
 from ds_runtime_cuda.shared_memory import OneShot, OrderedSum, SharedMemory, TwoShot, shared
 
 _IN_ORDER = "sums in the order of the ranks gather their parts"
@@ -50,24 +50,23 @@ class NvlinkCommunicator(TorchCommunicator):
     def normed_sum(self, nbytes: int) -> NormedSum | None:
         """None where a rank could not share its memory, with rank 0's reason in the log, and where
         a device is older than the kernel's instructions."""
-        made = self._kernels(nbytes, normed_sum, _check_norm, _COMPOSED)
+        made = self._kernels(nbytes, normed_sum.KERNELS, _check_norm, _COMPOSED)
         return None if made is None else NormedSum(made)
 
     def gather_logits(self, nbytes: int) -> GatherLogits | None:
         """None as of `normed_sum`."""
-        made = self._kernels(nbytes, gather_logits, _check_gather, _ALL_GATHER)
+        made = self._kernels(nbytes, gather_logits.KERNELS, _check_gather, _ALL_GATHER)
         return None if made is None else GatherLogits(made)
 
     def _kernels(
-        self, nbytes: int, of: Any, check: Callable[[Any, Any], None], instead: str
+        self, nbytes: int, of: RankKernels, check: Callable[[Any, Any], None], instead: str
     ) -> RankMemory | None:
-        """Memory for the kernels of the module `of`, which passed `check` on all ranks."""
+        """Memory for the kernels `of`, which passed `check` on all ranks."""
         assert self._device is not None
         able = self.size in self._sizes() and _capability(self._device) >= _KERNELS
         if not all(self.gather_objects(able)):
             return None
-        given = self._group, nbytes, self._device, self.rank, self.size
-        made = RankMemory(*given, of.SOURCE, of.NAMES, of.Arguments)
+        made = RankMemory(self._group, nbytes, self._device, self.rank, self.size, of)
         return made if shared(self, made, partial(check, self), instead) else None
 
     def _memory(self, nbytes: int) -> SharedMemory | None:

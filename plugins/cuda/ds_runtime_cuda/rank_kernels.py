@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,27 @@ def fields(*pointers: str) -> tuple[tuple[str, type], ...]:
     return (("peers", ctypes.c_uint64 * MOST_RANKS), *named, ("half", ctypes.c_int64))
 
 
-def defines(ranks: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
-    return {
-        "ARGS": ctypes.sizeof(arguments),
-        "RANKS": ranks,
-        "SIGNALS": _SIGNALS,
-        "BLOCKS": BLOCKS,
-    }
+@dataclass(frozen=True, slots=True)
+class RankKernels:
+    """Of a file of csrc: its name, its kernels, and what each of them takes."""
+
+    source: str
+    names: tuple[str, ...]
+    arguments: type[ctypes.Structure]
+
+    def defines(self, ranks: int) -> dict[str, int]:
+        """What the file is compiled with."""
+        return {
+            "ARGS": ctypes.sizeof(self.arguments),
+            "RANKS": ranks,
+            "SIGNALS": _SIGNALS,
+            "BLOCKS": BLOCKS,
+        }
 
 
 class RankMemory(SharedMemory):
-    """Signals of each rank's blocks, and two halves of at least `nbytes` bytes for its parts. Its
-    kernels are those of `source` with these names, which take `arguments`."""
+    """Signals of each rank's blocks, and two halves of at least `nbytes` bytes for its parts, for
+    calls of `kernels`."""
 
     def __init__(
         self,
@@ -44,23 +53,20 @@ class RankMemory(SharedMemory):
         device: torch.device,
         rank: int,
         ranks: int,
-        source: str,
-        names: Sequence[str],
-        arguments: type[ctypes.Structure],
+        kernels: RankKernels,
     ) -> None:
         self.rank, self.ranks = rank, ranks
         self.half = -(-nbytes // ALIGNED) * ALIGNED
-        self._kernels = source, tuple(names), arguments
+        self._kernels = kernels
         super().__init__(group, _SIGNALS + 2 * self.half, device)
 
     def allocate(self) -> None:
         """Compiles the kernels, too: a rank that cannot would keep the others waiting."""
-        source, names, arguments = self._kernels
         super().allocate()
         self.part(self.nbytes // 4, torch.int32).zero_()
         self._calls = torch.zeros(2, dtype=torch.int64, device=self._device)
-        module = nvrtc.Module(source, defines(self.ranks, arguments))
-        self.functions = {name: module.function(name) for name in names}
+        module = nvrtc.Module(self._kernels.source, self._kernels.defines(self.ranks))
+        self.functions = {name: module.function(name) for name in self._kernels.names}
         self._calls.tolist()  # no rank may write a signal before there are zeros
 
     def meet(self) -> None:
