@@ -151,7 +151,7 @@ def known_flags() -> set[str]:
     """Every flag of every verb and of their kinds, and those that plugins name."""
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
     found |= {"--no-index", "--find-links", "--no-deps", "--wheel-dir"}  # of pip
-    for plugin in ("cpu", "cuda", "npu", "rocm", "triton"):
+    for plugin in ("cuda", "npu", "rocm", "triton"):
         found |= set(own_hooks(plugin).FLAGS)
     found |= {"--ds-platform", "--dist"}  # of pytest
     found.add("--nproc-per-node")  # of torchrun

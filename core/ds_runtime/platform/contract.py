@@ -156,11 +156,11 @@ class Communicator(Protocol):
 
     def gather_logits(self, nbytes: int) -> Callable[[Tensor, Tensor], None] | None:
         """The head's gather of few rows in one kernel, between ranks of one host. Returns a
-        function of (x, out). x: this rank's part, bfloat16 [rows, n] of up to `nbytes` bytes, n a
-        multiple of 8, of the same shape on all ranks. out: float32 [rows, width], width ≤ size * n.
-        It gets the first `width` columns of all parts, one after the other by rank. The function
-        runs in steps that are captured, too. None: `all_gather` serves every size. Every rank asks
-        at the same time, once for each group.
+        function of (x, out). Each rank gives its part x, bfloat16 [rows, n] of the same shape on
+        all. It has up to `nbytes` bytes, and n is a multiple of 8. The function writes the first
+        `width` columns of all parts, in the order of the ranks, to out: float32 [rows, width],
+        width ≤ size * n. It runs in steps that are captured, too. None: `all_gather` serves every
+        size. Every rank asks at the same time, once for each group.
         """
         ...
 

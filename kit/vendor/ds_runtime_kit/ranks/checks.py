@@ -39,7 +39,7 @@ def other_form(found: Tensor, want: Tensor) -> str:
 
 
 def same_bits(comm: Communicator, found: Tensor) -> str:
-    """The ranks go on with the same numbers, to the bit."""
+    """What is wrong unless every rank has the same bits."""
     import torch
 
     digest = hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
