@@ -53,6 +53,7 @@ class Plan:
     given_up: tuple[str, ...] = ()  # for --batch-invariant, a sentence each
     sums: str = ""  # which kinds of all-reduce serve which sizes, and why
     sum_sizes: str = ""  # the same without why, "" where the library's serve all
+    gathered: int = 0  # bytes of logits up to which one kernel gathers them
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +61,8 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        left = {name for name in ("given_up", "sums", "sum_sizes") if not getattr(self, name)}
+        maybe = ("given_up", "sums", "sum_sizes", "gathered")
+        left = {name for name in maybe if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
 
@@ -127,7 +129,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "attn_dp", "ep"),
+            *("page_size", "tp", "attn_dp", "ep", "gathered"),
         )
         if (here := _told(mine, key)) != (there := _told(other, key))
     ]
@@ -147,8 +149,9 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _told(plan: Mapping[str, Any], key: str) -> Any:
-    """What a plan says; it leaves out that experts are not divided, and sums that have one kind."""
-    return plan.get(key, {"ep": 1, "sum_sizes": ""}.get(key))
+    """What a plan says; it leaves out that experts are not divided, and what the library alone
+    serves."""
+    return plan.get(key, {"ep": 1, "sum_sizes": "", "gathered": 0}.get(key))
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:

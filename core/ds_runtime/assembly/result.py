@@ -121,6 +121,7 @@ class Assembly:
             versions=_versions(self.plugins),
             sums=self.sums.said,
             sum_sizes=str(self.sums.sizes) if self.sums.sizes.upto else "",
+            gathered=self.sums.gathered,
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 
@@ -150,7 +151,7 @@ class Assembly:
         if self.sums.normed:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         if self.sums.gathered:
-            said.append(f"logits of all ranks up to {spelled(self.sums.gathered)} are one kernel")
+            said.append(f"one kernel gathers logits of up to {spelled(self.sums.gathered)}")
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
 
     @cached_property

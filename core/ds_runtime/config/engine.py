@@ -97,7 +97,8 @@ class EngineConfig:
     )
     disable_custom_all_reduce: bool = setting(
         False,
-        "sum over ranks by the platform's library alone, whatever tune comm has measured",
+        "sum over ranks and gather logits by the platform's library alone, whatever tune comm has "
+        "measured",
     )
     expert_metrics: bool = setting(
         False,

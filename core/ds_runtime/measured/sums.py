@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.tree import padded
 from ds_runtime.measured.costs import Costs
 from ds_runtime.measured.found import costs_of
 from ds_runtime.ops.contract import DeviceInfo
@@ -19,6 +20,7 @@ from ds_runtime.parallel.sums.kinds import (
     FAST,
     GATHER_LOGITS,
     GATHERED,
+    GATHERED_BY,
     LIBRARY,
     LIBRARY_SUMS,
     NORMED,
@@ -41,7 +43,9 @@ def decide(
     """Of an engine. Raises ConfigError or PluginError for a broken file of costs."""
     sums = _sums(config, platform, device, plugins)
     fused = bool(sums.sizes.upto) and config.dtype == NORMED and model.hybrid is None
-    gathered = _gathered(config, platform, device, plugins)
+    gathered = 0
+    if padded(model.vocab_size, Mesh.of(config).tp) % GATHERED_BY == 0:
+        gathered = _gathered(config, platform, device, plugins)
     return replace(sums, normed=fused, gathered=gathered)
 
 

@@ -59,7 +59,8 @@ class World:
         self._groups: dict[AxisName, Communicator] = {
             axis: summing[mesh.groups(axis)] if mesh.extent(axis) > 1 else solo for axis in AXES
         }
-        self.logits = Logits(self.group("tp"), sums.gathered)
+        head = made[mesh.groups("tp")] if mesh.tp > 1 else solo
+        self.logits = Logits(head, sums.gathered)
         self.sums = replace(self.sums, gathered=self.logits.most)
 
     @classmethod

@@ -211,7 +211,7 @@ class Platform(ABC):
       recording is cheap and a spare row is not. The capture runs the step, too.
     * ordered_sums: link of the devices of one host → every size of a group whose communicator
       has an `ordered_sum`.
-    * fast_sums: the same for the communicator's `fast_sums`.
+    * fast_sums: the same for the communicator's `fast_sums`, `normed_sum` and `gather_logits`.
     * on_host: kernels run on the host's cores. `DeviceInfo.cores` are these, and ranks divide them.
     * own_memory: the device's memory is for the engine alone. The KV cache then takes what weights
       and steps leave.

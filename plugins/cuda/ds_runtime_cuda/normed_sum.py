@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.quant import GROUP, scale_columns
-from ds_runtime_cuda.rank_kernels import ALIGNED, BLOCKS, RankKernels, RankMemory, fields
-
-_EACH = 8  # values that a thread moves at once
+from ds_runtime_cuda.rank_kernels import BLOCKS, EACH, RankKernels, RankMemory, fields, whole
 
 
 class _NormedSumArgs(ctypes.Structure):
@@ -53,15 +51,15 @@ class NormedSum:
 
     def _run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The new residual; what else is written has been put into the arguments."""
-        x, residual = _whole(x), _whole(residual)
+        x, residual = whole(x), whole(residual)
         rows, width = x.shape
-        assert 2 * x.numel() <= self._memory.half and width % _EACH == 0
+        assert 2 * x.numel() <= self._memory.half and width % EACH == 0
         if not rows:
             return residual
-        chunks = -(-width // _EACH)
+        chunks = -(-width // EACH)
         name = KERNELS.names[chunks > 1024]
         threads = -(-chunks // (32 if chunks <= 1024 else 64)) * 32
-        args, weight = self._args, _whole(weight)
+        args, weight = self._args, whole(weight)
         args.x, args.residual, args.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
         args.summed = residual.data_ptr()
         args.rows, args.width, args.wide = rows, width, weight.dtype == torch.float32
@@ -69,9 +67,3 @@ class NormedSum:
         grid = (min(rows, BLOCKS), 1)
         nvrtc.launch(self._memory.functions[name], grid, threads, 0, args)
         return residual
-
-
-def _whole(x: Tensor) -> Tensor:
-    """The same, contiguous and aligned as the kernel reads it."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNED else x

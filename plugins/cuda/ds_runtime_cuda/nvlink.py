@@ -136,19 +136,26 @@ def _check_norm(comm: TorchCommunicator, made: RankMemory) -> None:
 
 
 def _check_gather(comm: TorchCommunicator, made: RankMemory) -> None:
-    """Three calls, so that each half is used, whose places all have another value; the last row
-    ends before what fills it up."""
-    each, gather, results = min(_CHECKED, made.half // 2) // 8 * 8, GatherLogits(made), []
-    places, width = torch.arange(each, device=comm._device) % 64, comm.size * each - 3
+    """Three calls, so that each half is used, of two rows with whole numbers. Chunks beside each
+    other, rows and ranks differ. Rows end before what fills them up."""
+    rows = 2 if made.half >= 4 * GROUP else 1
+    each, gather, results = min(_CHECKED, made.half // 2) // rows // 8 * 8, GatherLogits(made), []
+    width = comm.size * each - 3
     for call in range(3):
-        out = torch.full((1, width), -1.0, device=comm._device)
-        gather((places + 64 * comm.rank + call).view(1, -1).to(torch.bfloat16), out)
-        results.append(out.cpu()[0])
+        out = torch.full((rows, width), -1.0, device=comm._device)
+        gather(_whole_logits(rows, each, comm.rank, call).to(comm._device), out)
+        results.append(out.cpu())
     for call, found in enumerate(results):
-        every = [torch.arange(each) % 64 + 64 * rank + call for rank in range(comm.size)]
-        want = torch.cat(every).to(torch.bfloat16).float()[:width]
-        if wrong := int((found != want).sum()):
-            raise RuntimeError(f"call {call}: {wrong} of {width} logits are wrong")
+        every = [_whole_logits(rows, each, rank, call) for rank in range(comm.size)]
+        if wrong := int((found != torch.cat(every, 1).float()[:, :width]).sum()):
+            raise RuntimeError(f"call {call}: {wrong} of {found.numel()} logits are wrong")
+
+
+def _whole_logits(rows: int, each: int, rank: int, call: int) -> Tensor:
+    """Numbers below 251, which bfloat16 has exactly. 251 is a prime: neighbours of 8 columns, of a
+    row and of a rank have others."""
+    place = torch.arange(each) + 97 * torch.arange(rows).view(-1, 1) + 31 * rank + 5 * call
+    return (place % 251).to(torch.bfloat16)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.shared_memory import SharedMemory
@@ -14,14 +15,21 @@ from ds_runtime_cuda.shared_memory import SharedMemory
 MOST_RANKS = 8
 BLOCKS = 128  # at most; where there is more work, a block has several parts of it
 ALIGNED = 16  # bytes that a thread moves at once
+EACH = 8  # values of them
 _SIGNALS = MOST_RANKS * BLOCKS * 8  # bytes in front of the parts
 
 
 def fields(*pointers: str) -> tuple[tuple[str, type], ...]:
-    """The first of a kernel's arguments: addresses of the ranks' memory, these, and what counts
-    calls and says where the second half begins."""
+    """The first of a kernel's arguments: addresses of the ranks' memory, then `pointers`, the
+    counter of calls, and the bytes of a half."""
     named = ((name, ctypes.c_void_p) for name in (*pointers, "calls"))
     return (("peers", ctypes.c_uint64 * MOST_RANKS), *named, ("half", ctypes.c_int64))
+
+
+def whole(x: Tensor) -> Tensor:
+    """The same, contiguous and aligned as such kernels read it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNED else x
 
 
 @dataclass(frozen=True, slots=True)

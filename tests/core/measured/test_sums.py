@@ -181,18 +181,31 @@ def test_logits_are_gathered_as_was_measured(home, flags, most):
     costs({4: curves() | gathers()}).write(found.own(H200))
     assembly = made(home, **flags)
     assert (before.sums.gathered, assembly.sums.gathered) == (0, most)
-    said = f"logits of all ranks up to {LAST >> 20} MiB are one kernel"
+    said = f"one kernel gathers logits of up to {LAST >> 20} MiB"
     assert (assembly.sums_said()[-1:] == [said]) == (most > 0)
     if flags != {"tp": 4}:
         return
     lost = assembly.summing(replace(assembly.sums, gathered=0))
-    assert said not in lost.sums_said() and lost.plan == assembly.plan
+    assert said not in lost.sums_said()
+    assert differences(*(json.dumps(one.plan.to_dict()) for one in (lost, assembly))) == [
+        f"gathered: 0 here, {LAST} there"
+    ]
+    assert lost.plan.digest() != assembly.plan.digest()
     held = reserve(assembly).communication - reserve(lost).communication
     assert held == 2 * LAST // 4
     row = Crossing.of(assembly).logits
     for rows in (1, LAST // row, LAST // row + 1):
         kinds = [[*crossed(one, decode(rows, 64))][-1].kind for one in (assembly, lost)]
         assert kinds == [GATHER_LOGITS if rows * row <= LAST else "all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize("vocab", [129280, 129287, 129288])
+def test_parts_that_no_kernel_takes_have_none(home, vocab):
+    """Each of two ranks has half the vocabulary, rounded up."""
+    path = Path(home) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": vocab}))
+    costs({2: curves() | gathers()}).write(found.own(H200))
+    assert made(home, tp=2).sums.gathered == (LAST if -(-vocab // 2) % 8 == 0 else 0)
 
 
 @pytest.mark.parametrize("kinds", [(GATHER_LOGITS,), ("all_gather",), ()])

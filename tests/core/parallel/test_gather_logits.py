@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from test_sums_by_size import of_ranks
 
 from ds_runtime.parallel.mesh import Mesh
-from ds_runtime.parallel.sums.kinds import Sums
+from ds_runtime.parallel.sums.kinds import Sums, SumSizes
 from ds_runtime.parallel.sums.logits import Logits
 from ds_runtime.parallel.world import World
 from thread_members import Member
@@ -97,10 +99,35 @@ def test_a_rank_without_it_leaves_all_with_the_library(lacking):
 
 def test_a_communicator_from_before_the_contract_had_it():
     def run(comm):
-        logits = Logits(Plain(comm.shared, comm.ranks, comm.rank), 1 << 10)
+        plain = Plain(comm.shared, comm.ranks, comm.rank)
+        logits = Logits(plain, 1 << 10)
         return logits.most, logits(part(0, 1, 8), 16).shape
 
     assert of_ranks(2, run) == [(0, (1, 16))] * 2
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_whatever_makes_sums_the_group_itself_is_asked(in_order):
+    """Also where it was written before the contract had this gather."""
+
+    def run(old, comm):
+        own = Plain(comm.shared, comm.ranks, comm.rank) if old else comm
+        sums = Sums(SumSizes((("one_shot", 64),)), gathered=1 << 10)
+        world = World(Mesh(2), own, in_order, sums, shares=False)
+        return world.sums.gathered, world.logits(part(comm.rank, 1, 8), 16)
+
+    for old in (False, True):
+        for gathered, found in gathering(2, partial(run, old)):
+            assert gathered == (0 if old else 1 << 10)
+            assert torch.equal(found, torch.cat([part(r, 1, 8) for r in range(2)], 1).float())
+
+
+@pytest.mark.parametrize("most", [0, 1 << 10])
+@pytest.mark.parametrize("lacking", [(), (1,)])
+def test_no_rows_are_gathered_too(most, lacking):
+    found = gathering(2, lambda comm: Logits(comm, most)(part(0, 0, 8), 16).shape, lacking)
+    assert found == [(0, 16)] * 2
+    assert World.alone().logits(part(0, 0, 8), 8).shape == (0, 8)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -39,6 +39,9 @@ GATHER_LOGITS: Final = "gather_logits"
 GATHERED: Final = "all_gather"
 """The library's gather, which serves the head's other sizes."""
 
+GATHERED_BY: Final = 8
+"""Values of which a rank's part of a row is a multiple, where one kernel gathers."""
+
 INSTEAD: Final = {**dict.fromkeys(FAST, LIBRARY), GATHER_LOGITS: GATHERED}
 """The library's kind in place of each fast one."""
 

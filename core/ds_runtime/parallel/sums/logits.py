@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ds_runtime.parallel.sums.kinds import GATHERED_BY
 from ds_runtime.platform.contract import Communicator
-
-_EACH = 8  # values, of which a rank's part of a row is a multiple where one kernel gathers
 
 
 class Logits:
@@ -25,15 +24,17 @@ class Logits:
                 self._at_once = group.gather_logits(-(-most // group.size))
             if all(group.gather_objects(self._at_once is not None)):
                 self.most = most
+            else:
+                self._at_once = None
 
     def __call__(self, part: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         """part: [rows, n] of this rank, of the same shape on all. Returns the first `width` of
         size * n columns, [rows, width] in float32: in `out`, where that is given."""
         rows, n = part.shape
-        if part.dtype == torch.bfloat16 and n % _EACH == 0 and self._size(part) <= self.most:
+        fits = part.dtype == torch.bfloat16 and n % GATHERED_BY == 0
+        if fits and self._size(part) <= self.most and self._at_once is not None:
             if out is None:
                 out = torch.empty(rows, width, dtype=torch.float32, device=part.device)
-            assert self._at_once is not None
             self._at_once(part.contiguous(), out)
             return out
         logits = self._group.all_gather(part)[:, :width]

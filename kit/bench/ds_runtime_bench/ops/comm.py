@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.measured.costs import KINDS, Collective
-from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, INSTEAD, MOST
+from ds_runtime.parallel.sums.kinds import GATHER_LOGITS, GATHERED, GATHERED_BY, INSTEAD, MOST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,9 +127,10 @@ def _input(platform: Platform, comm: Communicator, kind: str, size: int) -> Tens
     values = size // _ITEM
     rows = max(1, size // _WIDE) if kind == "all_gather" else comm.size
     each = rows if kind == "all_gather" else 1
+    wide = max(values // each // comm.size // GATHERED_BY, 1) * GATHERED_BY
     shape = {
         "gather_rows": (1, values // comm.size),
-        "all_gather": (each, values // each // comm.size),
+        "all_gather": (each, wide),
         "reduce_scatter": (comm.size, values // comm.size),
     }.get(kind, (values,))
     return torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))

@@ -1,9 +1,7 @@
 // A sum over ranks, the add of the residual and the norm, in one launch: for small messages.
 //
 // Each rank lays its part down where the others read it, says so to each, and waits for theirs. It then reads
-// all parts, so that every rank adds the same values in the same order. Two halves take turns: a rank that
-// fills one for the next call but one knows, by the call between, that nobody reads the older parts there.
-//
+// all parts, so that every rank adds the same values in the same order.
 // Compiled at run time with: ARGS (bytes of the arguments), and what ranks.cuh needs.
 
 #include "ranks.cuh"

@@ -1,7 +1,7 @@
 // How kernels of several ranks meet and read each other's memory; the files of this folder share it.
 //
-// Memory of a rank: signals of each rank's blocks, then two halves of parts. The halves take turns: a rank that
-// fills one for the next call but one knows, by the call between, that nobody reads the older parts there.
+// Memory of a rank: signals of each rank's blocks, then two halves of parts, which take turns. Before a rank
+// writes call n + 2 into a half, it has met all ranks in call n + 1. Each begins that after it has read call n.
 //
 // Source of the orders between ranks: PTX ISA 8.x, "Memory Consistency Model" (release and acquire at .sys).
 // Compiled at run time with: RANKS, SIGNALS (bytes in front of the parts), BLOCKS (the largest grid).
