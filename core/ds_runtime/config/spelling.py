@@ -7,6 +7,7 @@ sentence the start shows. Names that belong to a vendor stand in its plugin's `F
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,7 +26,7 @@ class Spelling:
     * says: a sentence after the flag's name.
     * sets: field of EngineConfig → the text of its value, or `GIVEN`.
     * refused: the start ends with the sentence.
-    * takes: how many values, "none", "one" or "many".
+    * takes: how many values, "none", "one", "many", or "numbers", which are many numbers.
     * values: value → its own Spelling, if values differ.
     * weak: what it sets yields to what is said of the field itself, on the command line or in a
       file.
@@ -51,12 +52,15 @@ def refused(says: str, takes: str = "none") -> Spelling:
     return Spelling(says, refused=True, takes=takes)
 
 
+_NARGS: Mapping[str, int | str | None] = {"none": 0, "one": None, "many": "*", "numbers": "*"}
+
+
 class Known(argparse.Action):
     """The action of a `Spelling`: sets the fields that this command has, and notes the sentence in
     `namespace.notes`. Raises ConfigError where it is refused."""
 
     def __init__(self, flag: str, spelling: Spelling) -> None:
-        nargs: int | str | None = {"none": 0, "one": None, "many": "*"}[spelling.takes]
+        nargs = _NARGS[spelling.takes]
         dest = flag.removeprefix("--").replace("-", "_")
         super().__init__(
             [flag], dest, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -71,6 +75,17 @@ class Known(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         several = [values] if isinstance(values, str) else list(values or ())
+        if self.nargs == "*" and not self.spelling.refused:
+            for word in several:
+                if astray := _astray(parser, namespace, word, self.spelling.takes):
+                    said = f"{word!r} is {astray}: give it in front of this flag"
+                    raise argparse.ArgumentError(self, said)
+        self._mean(parser, namespace, several)
+
+    def _mean(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, several: Sequence[Any]
+    ) -> None:
+        """Sets what the flag means with these values."""
         given = ",".join(map(str, several))
         meant = self.spelling.values.get(given, self.spelling)
         flag = self.option_strings[0] + (f" {given}" if given else "")
@@ -95,18 +110,51 @@ class Known(argparse.Action):
         takes = self.spelling.takes
         if takes == "none" and not isinstance(value, bool):
             raise ValueError("must be true or false")
-        words = value if takes == "many" and isinstance(value, list) else [value]
+        words = value if self.nargs == "*" and isinstance(value, list) else [value]
         used = not self.spelling.refused and (self.spelling.sets or self.spelling.values)
         if takes != "none" and used and any(isinstance(w, bool | list | dict) for w in words):
-            raise ValueError("must be one value" + " or a list" * (takes == "many"))
+            raise ValueError("must be one value" + " or a list" * (self.nargs == "*"))
         if value is not False:
             given = [] if takes == "none" else ["null" if w is None else str(w) for w in words]
             try:
-                self(parser, namespace, given)
+                self._mean(parser, namespace, given)
             except argparse.ArgumentError as e:
                 said = e.message.removeprefix(f"{given[-1]!r} ")  # a file's error names it already
                 raise ValueError(said) from None
         return namespace
+
+
+def _astray(
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace, word: str, takes: str
+) -> str:
+    """What a word is instead of a value of a flag that takes many; empty if it may be one.
+
+    What stands behind such a flag would be lost unseen, and the start would be of another model.
+    """
+    if takes == "numbers":
+        return "" if all(map(_is_number, word.split(","))) else "not a number"
+    for action in parser._actions:
+        empty = getattr(namespace, action.dest, None) in (None, [], action.default)
+        if action.option_strings or not empty:
+            continue
+        named = action.dest == "folder" and "model" in namespace
+        if action.type is None and not named and os.path.exists(word):
+            return f"a file or folder, as {action.metavar} is"
+        if callable(action.type):
+            try:
+                action.type(word)
+            except (argparse.ArgumentTypeError, ValueError):
+                continue
+            return f"one of {action.metavar}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def settable(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
