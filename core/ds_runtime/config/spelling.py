@@ -17,6 +17,8 @@ from ds_runtime.config.server import ServerConfig
 from ds_runtime.errors import ConfigError
 
 GIVEN = "{given}"  # in `sets`: the value that was given
+ALWAYS = "is always so here"  # the sentence of a flag whose opposite is not here
+DEFAULT = "{default}"  # in `sets` of a weak Spelling: the field is as if nothing was said of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ def refused(says: str, takes: str = "none") -> Spelling:
     Spelling's.
     """
     return Spelling(says, refused=True, takes=takes)
+
+
+def opposite(flag: str) -> str:
+    """`--no-x` of `--x`, and `--x` of `--no-x`. The last of both on a command line counts."""
+    name = flag.removeprefix("--")
+    return f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
 
 
 _NARGS: Mapping[str, int | str | None] = {"none": 0, "one": None, "many": "*", "numbers": "*"}
@@ -92,7 +100,9 @@ class Known(argparse.Action):
         if meant.refused:
             raise ConfigError(f"{flag}: {meant.says}")
         for name, text in meant.sets.items():
-            if (action := settable(parser, name)) is not None:
+            if text == DEFAULT:
+                namespace.weak = {**getattr(namespace, "weak", {}), name: DEFAULT}
+            elif (action := settable(parser, name)) is not None:
                 words = several if text == GIVEN else [text]
                 target = argparse.Namespace() if meant.weak else namespace
                 try:
@@ -101,8 +111,12 @@ class Known(argparse.Action):
                     raise argparse.ArgumentError(self, e.message) from None
                 if meant.weak:
                     namespace.weak = {**getattr(namespace, "weak", {}), **vars(target)}
+        notes = [*getattr(namespace, "notes", ())]
+        notes = [n for n in notes if not n.startswith(f"{opposite(self.option_strings[0])}:")]
         if meant.says:
-            namespace.notes = [*getattr(namespace, "notes", ()), f"{flag}: {meant.says}"]
+            notes.append(f"{flag}: {meant.says}")
+        if notes or "notes" in namespace:
+            namespace.notes = notes
 
     def read(self, parser: argparse.ArgumentParser, value: Any) -> argparse.Namespace:
         """What a value of `--config FILE` sets. ValueError says what is needed instead."""
@@ -193,6 +207,7 @@ def add_spellings(
     taken: a flag that is there already is a fault. Raises ConfigError for that, and for a field
     that no configuration has.
     """
+    own = flags.keys()
     known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
     for flag, meant in flags.items():
         named = [meant] if isinstance(meant, str) else [*_sets(meant)]
@@ -200,13 +215,14 @@ def add_spellings(
             raise ConfigError(f"flag {flag!r} for {unknown[0]!r}: no configuration has that field")
         if not flag.startswith("--"):
             raise ConfigError(f"flag {flag!r}: write it with two dashes in front")
+    flags = {**_no(flags), **flags}
     aliases = {flag: meant for flag, meant in flags.items() if isinstance(meant, str)}
     actions = {f: Known(f, meant) for f, meant in flags.items() if not isinstance(meant, str)}
     for parser in parsers:
         here = parser._option_string_actions
         there = flags.keys() & here.keys()
-        if there and taken:
-            raise ConfigError(f"flag {min(there)!r}: is taken")
+        if (twice := there & own) and taken:
+            raise ConfigError(f"flag {min(twice)!r}: is taken")
         # There are hundreds of them in each of a dozen parsers, and `_add_action` is slow.
         added = {flag: action for flag, action in actions.items() if flag not in there}
         here.update(added)
@@ -215,6 +231,22 @@ def add_spellings(
             if flag not in there and (action := settable(parser, meant)) is not None:
                 action.option_strings = [*action.option_strings, flag]
                 here[flag] = action
+
+
+def _no(flags: Mapping[str, str | Spelling]) -> Mapping[str, Spelling]:
+    """`--no-x` of each flag `--x` without a value that changes nothing here, or turns something on.
+
+    It asks for what is so anyway, or for what is so without `--x`. It has no sentence.
+    """
+    found = {}
+    for flag, meant in flags.items():
+        if isinstance(meant, str) or meant.takes != "none" or flag.startswith("--no-"):
+            continue
+        if meant.weak:
+            found[opposite(flag)] = Spelling(sets=dict.fromkeys(meant.sets, DEFAULT), weak=True)
+        elif {*meant.sets.values()} <= {"True"} and not meant.says.startswith(ALWAYS):
+            found[opposite(flag)] = Spelling(sets=dict.fromkeys(meant.sets, "False"))
+    return found
 
 
 def _sets(spelling: Spelling) -> Iterator[str]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ds_runtime.config.spelling import Spelling, nothing, refused
-
-ALWAYS = "is always so here"
+from ds_runtime.config.spelling import ALWAYS, Spelling, nothing, refused
 
 
 def ignored(says: str, usage: str) -> Mapping[str, Spelling]:

@@ -41,6 +41,7 @@ def settle(namespace: Namespace) -> list[str]:
     elif (
         dp > 1
         and "enable_dp_attention" not in values
+        and weak.get("ep") == 0
         and any("--enable-expert-parallel" in note for note in notes)
     ):
         namespace.tp, namespace.dp, namespace.enable_dp_attention = tp * dp, dp, True
