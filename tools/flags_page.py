@@ -30,11 +30,11 @@ def known_flags(note: str) -> str:
         for f in fields(config):
             for word, meant in f.metadata.get("also", {}).items():
                 out.append(f"| `{_flag(f.name)}` | `{word}` | `{meant}` |\n")
-    out += ["\n## Kernels\n\n| flag | value | here |\n|---|---|---|\n"]
+    out += ["\n## Values that name kernels\n\n| flag | value | here |\n|---|---|---|\n"]
     for named in (NAMES, *(getattr(p, "BACKENDS", {}) for p in plugins.values())):
         for name, words in named.items():
             for word, meant in words.items():
-                said = f"the provider `{meant}`" if isinstance(meant, str) else meant.says
+                said = f"the provider `{meant}`" if isinstance(meant, str) else _said(meant)
                 out.append(f"| `{_flag(name)}` | `{word}` | {said} |\n")
     return "".join(out)
 
@@ -47,6 +47,7 @@ hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 is known.
 * A sentence is printed, and the start continues.
 * A sentence marked "refused" ends the start.
 * A value marked "accepted" asks for what is so anyway.
+* A flag without a value may have `no-` in front, where it turns something on or changes nothing.
 
 A name that is neither here nor in [Flags](flags.md) ends the start as unknown, with the nearest
 known name.
@@ -61,10 +62,9 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
             rows.setdefault(f"`{_flag(meant)}`", []).append(flag)
             continue
         if meant.says:
-            rows.setdefault("refused: " * meant.refused + meant.says, []).append(flag)
+            rows.setdefault(_said(meant), []).append(flag)
         for value, own in meant.values.items():
-            said = "refused: " * own.refused + own.says
-            rows.setdefault(said or "accepted", []).append(f"{flag} {value}")
+            rows.setdefault(_said(own) or "accepted", []).append(f"{flag} {value}")
     return "".join(
         ["| flag | here |\n|---|---|\n"]
         + [
@@ -72,6 +72,10 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
             for said, names in rows.items()
         ]
     )
+
+
+def _said(meant: Spelling) -> str:
+    return "refused: " * meant.refused + meant.says
 
 
 def own_hooks(name: str) -> Any:

@@ -112,6 +112,19 @@ def test_flags_of_others_are_no_keywords(name):
         LLM(tp=8, enable_dp_attention=True, **{name: 1})
 
 
+def test_groups_that_do_not_fit_are_said_of_the_flag_that_was_given(tmp_path):
+    path = tmp_path / "c.yaml"
+    for tp, groups in product([1, 2, 8], [-1, 0, 3, 16]):
+        path.write_text(f"attn-dp-size: {groups}")
+        for words in (("--attn-dp-size", str(groups)), ("--config", str(path))):
+            with pytest.raises(ConfigError) as refusal:
+                parsed("--tp", str(tp), *words)
+            said = str(refusal.value).removeprefix(f"--config {path}, line 1: ")
+            assert said.startswith(f"--attn-dp-size {groups}: ")
+            assert "--enable-dp-attention" not in said and "--dp " not in said
+            assert (said != str(refusal.value)) == (words[0] == "--config")
+
+
 def test_one_group_is_said_by_the_flag_that_was_given():
     for flag in ("--attn-dp-size", "--dp"):
         *_, notes = parsed("--tp", "8", flag, "1", "--enable-dp-attention")
@@ -191,6 +204,7 @@ def test_a_bad_value_is_of_whichever_comes_first(file, args, placed, tmp_path):
     if placed is None:
         assert parsed(*words)[0].dp == 2
         return
-    with pytest.raises(ConfigError, match="--dp 0: must be at least 1") as refusal:
+    flag = "--attn-dp-size" if "attn-dp-size" in (args or file) else "--dp"  # that was given
+    with pytest.raises(ConfigError, match=f"{flag} 0: must be at least 1") as refusal:
         parsed(*words)
     assert (f"--config {path}, line 1: " in str(refusal.value)) == placed

@@ -172,7 +172,8 @@ def test_several_machines_and_torchrun(tmp_path):
 @pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
 def test_every_spelling_says_so_or_ends_the_start(flag):
     meant = KNOWN[flag]
-    words = [] if meant.takes == "none" else ["1" if "memory" in flag or "max" in flag else "x=/x"]
+    number = meant.takes == "numbers" or "memory" in flag or "max" in flag
+    words = [] if meant.takes == "none" else ["1" if number else "x=/x"]
     if "enable_dp_attention" in meant.sets:
         words = ["2", "--tp", "2"]
     if meant.refused:

@@ -19,6 +19,7 @@ import mutate
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
+from ds_runtime.ops.binding.backends import NAMES
 from ds_runtime_kit.scaffold import files
 from flags_page import own_hooks
 
@@ -178,6 +179,26 @@ def test_flags_in_the_text_exist(page: Path) -> None:  # a changelog names flags
     known = known_flags() | tool_flags()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", page.read_text()))
     assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_no_two_headings_of_a_page_are_one(page: Path) -> None:
+    """A link leads to the first of them alone."""
+    said = re.findall(r"^## .*", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    assert len(said) == len(set(said))
+
+
+def test_known_flags_mark_every_value_that_ends_the_start() -> None:
+    tables = [getattr(own_hooks(n), "BACKENDS", {}) for n in ("cuda", "rocm", "npu", "xpu")]
+    ends = [
+        f"| `{word}` | refused: {meant.says} |"
+        for named in (NAMES, *tables)
+        for words in named.values()
+        for word, meant in words.items()
+        if not isinstance(meant, str) and meant.refused
+    ]
+    page = (ROOT / "docs" / "known-flags.md").read_text()
+    assert ends and not [row for row in ends if row not in page]
 
 
 def code_blocks(page: Path, language: str) -> list[str]:

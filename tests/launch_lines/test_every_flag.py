@@ -56,6 +56,54 @@ def test_it_is_known_and_takes_as_many_values(flag, nargs, value, tmp_path, monk
             assert all(note.startswith(flag) and "\n" not in note for note in notes)
 
 
+@pytest.mark.parametrize(("flag", "nargs", "value"), list(flags()))
+def test_it_takes_no_folder_that_stands_behind_it(flag, nargs, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("dtype: auto\n")
+    (tmp_path / "DIR").mkdir()
+    for count in COUNTS[nargs]:
+        try:
+            namespace = parser().parse_args(["serve", flag, *[value] * count, "DIR"])
+        except (ConfigError, SystemExit):
+            continue  # nothing starts without the folder
+        # Of this engine's own lists, what a model has none of ends the start.
+        taken = getattr(namespace, "lora_target_modules", ())
+        assert namespace.folder == "DIR" or "DIR" in taken, namespace
+
+
+MANY = [p for p in flags() if p.values[1] in "*+"]
+
+
+@pytest.mark.parametrize(("flag", "nargs", "value"), MANY)
+@pytest.mark.parametrize("verb", ["lock", "diff", "show"])
+def test_it_takes_no_verb_that_stands_behind_it(verb, flag, nargs, value, capsys):
+    try:
+        namespace = parser().parse_args(["plan", flag, value, verb, "no-such-file"])
+    except (ConfigError, SystemExit) as ended:
+        assert flag in (capsys.readouterr().err or str(ended))
+    else:
+        assert (namespace.action, namespace.files) == (verb, ["no-such-file"])
+
+
+def test_numbers_end_where_something_else_stands(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--gc-threshold", "700", "10", "no-such-folder"])
+    said = capsys.readouterr().err
+    assert "--gc-threshold: 'no-such-folder' is not a number: give it in front" in said
+    words = ["DIR", "--gc-threshold", "700,10", "10", "--numa-node", "-1", "0"]
+    namespace = parser().parse_args(["serve", *words])
+    assert namespace.folder == "DIR" and len(namespace.notes) == 2
+
+
+def test_texts_end_where_the_model_may_stand(tmp_path, capsys):
+    flag, there = "--allowed-media-domains", str(tmp_path)
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", flag, "a.com", there])
+    assert f"{flag}: {there!r} is a file or folder" in capsys.readouterr().err
+    for line in (["DIR", flag, there], ["--model-path", "DIR", flag, there], [flag, "a", "b"]):
+        assert parser().parse_args(["serve", *line]).notes, line
+
+
 def test_the_lists_are_whole():
     assert len(list(flags())) >= 559
 
@@ -69,13 +117,14 @@ def test_a_flag_that_is_not_known_would_be_seen(capsys):
 
 
 def test_usage_lines_say_what_a_flag_takes():
-    usage = "--a  --b X --c X... --d none|off|X  --[no-]e"
+    usage = "--a  --b X --c X... --f N... --d none|off|X  --[no-]e"
     said, off = "is gone: leave it out", Spelling(takes="one")
     found = ends(said, usage)
     assert found == {
         "--a": refused(said),
         "--b": refused(said, "one"),
         "--c": refused(said, "many"),
+        "--f": refused(said, "numbers"),
         "--d": Spelling(said, refused=True, takes="one", values={"none": off, "off": off}),
         "--e": refused(said),
         "--no-e": nothing("is always so here"),

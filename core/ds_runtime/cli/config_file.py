@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
-from ds_runtime.config.spelling import Known
+from ds_runtime.config.spelling import DEFAULT, Known, opposite
 from ds_runtime.errors import ConfigError, unreadable
 
 
@@ -36,11 +36,10 @@ class FromFile:
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """What the command line says, and `--config FILE` where that says nothing."""
     said: FromFile | None = getattr(namespace, "config", None)
-    weak = getattr(namespace, "weak", {})
-    if said is None:
-        return {**weak, **vars(namespace)}
-    firm = {name: value for name, value in said.values.items() if name not in said.weak}
-    return {**said.weak, **weak, **firm, **vars(namespace)}
+    weak = {**(said.weak if said else {}), **getattr(namespace, "weak", {})}
+    weak = {name: value for name, value in weak.items() if value != DEFAULT}
+    firm = {n: v for n, v in said.values.items() if n not in said.weak} if said else {}
+    return {**weak, **firm, **vars(namespace)}
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +103,8 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         if action is None:
             continue
         if value is False and isinstance(action, Known):
-            opposite = parser._option_string_actions.get("--no-" + action.option_strings[0][2:])
-            action, value = (opposite, True) if isinstance(opposite, Known) else (action, value)
+            other = parser._option_string_actions.get(opposite(action.option_strings[0]))
+            action, value = (other, True) if isinstance(other, Known) else (action, value)
         try:
             if isinstance(action, Known):
                 own = vars(action.read(parser, value))
@@ -167,7 +166,9 @@ def _action(parser: argparse.ArgumentParser, key: Any, where: str) -> argparse.A
         name == f.name.replace("_", "-") for c in (EngineConfig, ServerConfig) for f in fields(c)
     ):
         return None
-    raise ConfigError(f"{where}: unknown key {_shown(key)}{near(name, known) or ': remove it'}")
+    other = opposite(f"--{name}")[2:]
+    hint = near(name, known.keys() - {other} if isinstance(known.get(other), Known) else known)
+    raise ConfigError(f"{where}: unknown key {_shown(key)}{hint or ': remove it'}")
 
 
 def _value(action: argparse.Action, value: Any) -> Any:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from ds_runtime.cli.help import add_help_all, short
-from ds_runtime.config.spelling import hyphenated
+from ds_runtime.config.spelling import hyphenated, opposite
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
@@ -96,4 +96,5 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unknown argument {word}"
-        return f"unknown flag {word}{near(word, self._option_string_actions)}"
+        known = self._option_string_actions.keys() - {opposite(word)}
+        return f"unknown flag {word}{near(word, sorted(known))}"

@@ -7,6 +7,7 @@ sentence the start shows. Names that belong to a vendor stand in its plugin's `F
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +17,8 @@ from ds_runtime.config.server import ServerConfig
 from ds_runtime.errors import ConfigError
 
 GIVEN = "{given}"  # in `sets`: the value that was given
+ALWAYS = "is always so here"  # the sentence of a flag whose opposite is not here
+DEFAULT = "{default}"  # in `sets` of a weak Spelling: the field is as if nothing was said of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Spelling:
     * says: a sentence after the flag's name.
     * sets: field of EngineConfig → the text of its value, or `GIVEN`.
     * refused: the start ends with the sentence.
-    * takes: how many values, "none", "one" or "many".
+    * takes: how many values, "none", "one", "many", or "numbers", which are many numbers.
     * values: value → its own Spelling, if values differ.
     * weak: what it sets yields to what is said of the field itself, on the command line or in a
       file.
@@ -51,12 +54,21 @@ def refused(says: str, takes: str = "none") -> Spelling:
     return Spelling(says, refused=True, takes=takes)
 
 
+def opposite(flag: str) -> str:
+    """`--no-x` of `--x`, and `--x` of `--no-x`. The last of both on a command line counts."""
+    name = flag.removeprefix("--")
+    return f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
+
+
+_NARGS: Mapping[str, int | str | None] = {"none": 0, "one": None, "many": "*", "numbers": "*"}
+
+
 class Known(argparse.Action):
     """The action of a `Spelling`: sets the fields that this command has, and notes the sentence in
     `namespace.notes`. Raises ConfigError where it is refused."""
 
     def __init__(self, flag: str, spelling: Spelling) -> None:
-        nargs: int | str | None = {"none": 0, "one": None, "many": "*"}[spelling.takes]
+        nargs = _NARGS[spelling.takes]
         dest = flag.removeprefix("--").replace("-", "_")
         super().__init__(
             [flag], dest, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -71,13 +83,26 @@ class Known(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         several = [values] if isinstance(values, str) else list(values or ())
+        if self.nargs == "*" and not self.spelling.refused:
+            for word in several:
+                if astray := _astray(parser, namespace, word, self.spelling.takes):
+                    said = f"{word!r} is {astray}: give it in front of this flag"
+                    raise argparse.ArgumentError(self, said)
+        self._mean(parser, namespace, several)
+
+    def _mean(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, several: Sequence[Any]
+    ) -> None:
+        """Sets what the flag means with these values."""
         given = ",".join(map(str, several))
         meant = self.spelling.values.get(given, self.spelling)
         flag = self.option_strings[0] + (f" {given}" if given else "")
         if meant.refused:
             raise ConfigError(f"{flag}: {meant.says}")
         for name, text in meant.sets.items():
-            if (action := settable(parser, name)) is not None:
+            if text == DEFAULT:
+                namespace.weak = {**getattr(namespace, "weak", {}), name: DEFAULT}
+            elif (action := settable(parser, name)) is not None:
                 words = several if text == GIVEN else [text]
                 target = argparse.Namespace() if meant.weak else namespace
                 try:
@@ -86,8 +111,12 @@ class Known(argparse.Action):
                     raise argparse.ArgumentError(self, e.message) from None
                 if meant.weak:
                     namespace.weak = {**getattr(namespace, "weak", {}), **vars(target)}
+        notes = [*getattr(namespace, "notes", ())]
+        notes = [n for n in notes if not n.startswith(f"{opposite(self.option_strings[0])}:")]
         if meant.says:
-            namespace.notes = [*getattr(namespace, "notes", ()), f"{flag}: {meant.says}"]
+            notes.append(f"{flag}: {meant.says}")
+        if notes or "notes" in namespace:
+            namespace.notes = notes
 
     def read(self, parser: argparse.ArgumentParser, value: Any) -> argparse.Namespace:
         """What a value of `--config FILE` sets. ValueError says what is needed instead."""
@@ -95,18 +124,51 @@ class Known(argparse.Action):
         takes = self.spelling.takes
         if takes == "none" and not isinstance(value, bool):
             raise ValueError("must be true or false")
-        words = value if takes == "many" and isinstance(value, list) else [value]
+        words = value if self.nargs == "*" and isinstance(value, list) else [value]
         used = not self.spelling.refused and (self.spelling.sets or self.spelling.values)
         if takes != "none" and used and any(isinstance(w, bool | list | dict) for w in words):
-            raise ValueError("must be one value" + " or a list" * (takes == "many"))
+            raise ValueError("must be one value" + " or a list" * (self.nargs == "*"))
         if value is not False:
             given = [] if takes == "none" else ["null" if w is None else str(w) for w in words]
             try:
-                self(parser, namespace, given)
+                self._mean(parser, namespace, given)
             except argparse.ArgumentError as e:
                 said = e.message.removeprefix(f"{given[-1]!r} ")  # a file's error names it already
                 raise ValueError(said) from None
         return namespace
+
+
+def _astray(
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace, word: str, takes: str
+) -> str:
+    """What a word is instead of a value of a flag that takes many; empty if it may be one.
+
+    What stands behind such a flag would be lost unseen, and the start would be of another model.
+    """
+    if takes == "numbers":
+        return "" if all(map(_is_number, word.split(","))) else "not a number"
+    for action in parser._actions:
+        empty = getattr(namespace, action.dest, None) in (None, [], action.default)
+        if action.option_strings or not empty:
+            continue
+        named = action.dest == "folder" and "model" in namespace
+        if action.type is None and not named and os.path.exists(word):
+            return f"a file or folder, as {action.metavar} is"
+        if callable(action.type):
+            try:
+                action.type(word)
+            except (argparse.ArgumentTypeError, ValueError):
+                continue
+            return f"one of {action.metavar}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def settable(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
@@ -145,6 +207,7 @@ def add_spellings(
     taken: a flag that is there already is a fault. Raises ConfigError for that, and for a field
     that no configuration has.
     """
+    own = flags.keys()
     known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
     for flag, meant in flags.items():
         named = [meant] if isinstance(meant, str) else [*_sets(meant)]
@@ -152,13 +215,14 @@ def add_spellings(
             raise ConfigError(f"flag {flag!r} for {unknown[0]!r}: no configuration has that field")
         if not flag.startswith("--"):
             raise ConfigError(f"flag {flag!r}: write it with two dashes in front")
+    flags = {**_no(flags), **flags}
     aliases = {flag: meant for flag, meant in flags.items() if isinstance(meant, str)}
     actions = {f: Known(f, meant) for f, meant in flags.items() if not isinstance(meant, str)}
     for parser in parsers:
         here = parser._option_string_actions
         there = flags.keys() & here.keys()
-        if there and taken:
-            raise ConfigError(f"flag {min(there)!r}: is taken")
+        if (twice := there & own) and taken:
+            raise ConfigError(f"flag {min(twice)!r}: is taken")
         # There are hundreds of them in each of a dozen parsers, and `_add_action` is slow.
         added = {flag: action for flag, action in actions.items() if flag not in there}
         here.update(added)
@@ -167,6 +231,22 @@ def add_spellings(
             if flag not in there and (action := settable(parser, meant)) is not None:
                 action.option_strings = [*action.option_strings, flag]
                 here[flag] = action
+
+
+def _no(flags: Mapping[str, str | Spelling]) -> Mapping[str, Spelling]:
+    """`--no-x` of each flag `--x` without a value that changes nothing here, or turns something on.
+
+    It asks for what is so anyway, or for what is so without `--x`. It has no sentence.
+    """
+    found = {}
+    for flag, meant in flags.items():
+        if isinstance(meant, str) or meant.takes != "none" or flag.startswith("--no-"):
+            continue
+        if meant.weak:
+            found[opposite(flag)] = Spelling(sets=dict.fromkeys(meant.sets, DEFAULT), weak=True)
+        elif {*meant.sets.values()} <= {"True"} and not meant.says.startswith(ALWAYS):
+            found[opposite(flag)] = Spelling(sets=dict.fromkeys(meant.sets, "False"))
+    return found
 
 
 def _sets(spelling: Spelling) -> Iterator[str]:

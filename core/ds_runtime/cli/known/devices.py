@@ -11,7 +11,7 @@ _EVERY_PART = Spelling(
     "is --ep 0 here, as many parts as --tp, unless --ep says how many", {"ep": "0"}, weak=True
 )
 _GROUPS = Spelling(
-    "is --dp N --enable-dp-attention here",
+    "is --dp, with --enable-dp-attention, here",
     {"dp": GIVEN, "enable_dp_attention": "True"},
     takes="one",
     values={
@@ -22,7 +22,7 @@ _GROUPS = Spelling(
 _EXPERTS = "copies of all experts are not built yet: --ep divides them by number"
 _STAGES = "stages of layers are not built yet: --tp divides every layer"
 _SUMS = "what ds-runtime tune comm has measured decides how ranks add up"
-_APART = "prefill and decode in engines of their own are not built yet: leave it out"
+_APART = "prefill and decode in engines of their own are not built yet"
 _DRAFTS_APART = "drafts in engines of their own are not built yet: leave it out"
 _ELASTIC = "the number of ranks is fixed at the start: leave it out"
 _HOST = "replicas run on one machine: start a server on each, and a router in front"
@@ -43,7 +43,7 @@ RANKS: Mapping[str, str | Spelling] = {
     ),
     **ends("is part of --dist-init-addr HOST:PORT here", "--master-port N"),
     **ignored("not needed: a --node-rank above 0 speaks no HTTP", "--headless"),
-    **ignored("is the number of --tp here", "--moe-dense-tp-size N"),
+    **ignored("dense layers are divided among all ranks of --tp", "--moe-dense-tp-size N"),
     **ignored(
         "the head is divided among the ranks by the vocabulary",
         """
@@ -110,7 +110,7 @@ EXPERTS: Mapping[str, str | Spelling] = {
     "--enable-ep-moe": _EVERY_PART,
     "--enable-expert-parallel": _EVERY_PART,
     "--enable-expert-distribution-metrics": Spelling(
-        "is --expert-metrics here", {"expert_metrics": "true"}
+        "is --expert-metrics here", {"expert_metrics": "True"}
     ),
     **ends(_EXPERTS, "--moe-dp-size 1|N --moe-data-parallel-size 1|N --dwdp-size 1|N"),
     **ignored(
@@ -169,7 +169,7 @@ APART: Mapping[str, str | Spelling] = {
         """,
     ),
     **ends(
-        _APART,
+        f"{_APART}: leave it out",
         """
         --disaggregation-mode null|X  --kv-transfer-config X  --enable-pd-role-switch
         --enable-pdmux

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_runtime.cli.known.notation import ALWAYS, ends, ignored
-from ds_runtime.config.spelling import Spelling
+from ds_runtime.cli.known.notation import ends, ignored
+from ds_runtime.config.spelling import ALWAYS, Spelling
 
 _BEST = "the best kernel of the device is bound: --pin OP=KERNEL chooses another"
 

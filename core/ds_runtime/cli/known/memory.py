@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_runtime.cli.known.notation import ALWAYS, ends, ignored
+from ds_runtime.cli.known.notation import ends, ignored
 from ds_runtime.config.spelling import GIVEN, Spelling
 
 _DEVICE = "weights stay on the device"
@@ -70,8 +70,10 @@ CACHE: Mapping[str, str | Spelling] = {
     "--no-enable-prefix-caching": Spelling(
         "is --disable-radix-cache here", {"disable_radix_cache": "True"}
     ),
+    "--enable-prefix-caching": Spelling(
+        "is so here unless --disable-radix-cache follows", {"disable_radix_cache": "False"}
+    ),
     "--kv-cache-memory-bytes": "kv_memory",
-    **ignored(ALWAYS, "--enable-prefix-caching"),
     **ends("--kv-memory sizes the KV cache", "--num-gpu-blocks-override N --max-total-tokens N"),
     **ends(
         f"{_DEVICE}: leave it out",

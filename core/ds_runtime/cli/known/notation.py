@@ -1,6 +1,6 @@
 """How the tables list flags that share a fate: usage lines below one sentence.
 
-* `--flag` takes no value, `--flag X` one, and `--flag X...` any number.
+* `--flag` takes no value, `--flag X` one, `--flag X...` any number, and `--flag N...` of numbers.
 * `--flag none|X` accepts `none` in silence, because it asks for nothing.
 * `--[no-]flag` is two flags. The second is always accepted, because it asks for what is so anyway.
 """
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ds_runtime.config.spelling import Spelling, nothing, refused
-
-ALWAYS = "is always so here"
+from ds_runtime.config.spelling import ALWAYS, Spelling, nothing, refused
 
 
 def ignored(says: str, usage: str) -> Mapping[str, Spelling]:
@@ -36,7 +34,7 @@ def _flags(usage: str, meant: Spelling, off: Spelling) -> Iterator[tuple[str, Sp
         else:
             *accepted, shown = after.split("|")
             silent = Spelling(takes="one")
-            takes = "many" if shown.endswith("...") else "one"
+            takes = {"X...": "many", "N...": "numbers"}.get(shown, "one")
             yield name, replace(meant, takes=takes, values=dict.fromkeys(accepted, silent))
         if name != word:
             yield f"--no-{name.removeprefix('--')}", off

@@ -9,16 +9,18 @@ from ds_runtime.config.spelling import Spelling
 
 _QUIET = Spelling("is --no-access-log here", {"access_log": "False"})
 _LINE = "a line per request is logged, without its text"
+_LOGGED = Spelling(_LINE, {"access_log": "True"})
 
 LOGS: Mapping[str, str | Spelling] = {
     "--disable-log-requests": _QUIET,
     "--no-enable-log-requests": _QUIET,
     "--disable-uvicorn-access-log": _QUIET,
+    "--enable-log-requests": _LOGGED,
+    "--log-requests": _LOGGED,
     **ignored(
         _LINE,
         """
-        --enable-log-requests  --log-requests  --log-requests-level N
-        --enable-request-time-stats-logging
+        --log-requests-level N  --enable-request-time-stats-logging
         """,
     ),
     **ends("is --log-format here", "--log-requests-format text|X"),

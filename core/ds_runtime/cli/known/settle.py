@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from ds_runtime.cli.config_file import given
+from ds_runtime.cli.config_file import FromFile, given
 from ds_runtime.common.address import is_loopback
 from ds_runtime.errors import ConfigError
 
@@ -30,6 +30,9 @@ def settle(namespace: Namespace) -> list[str]:
             f"--attn-dp-size {groups}: --dp {dp} says another number of groups: replicas that "
             "divide attention by sequences are not built: give --attn-dp-size alone"
         )
+    firm = {*vars(namespace), *(said.values.keys() - said.weak.keys() if said else ())}
+    if "dp" in weak and "dp" not in firm:
+        _fits(groups, tp if divided else groups, namespace)
     if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes
     if divided:
@@ -41,6 +44,7 @@ def settle(namespace: Namespace) -> list[str]:
     elif (
         dp > 1
         and "enable_dp_attention" not in values
+        and weak.get("ep") == 0
         and any("--enable-expert-parallel" in note for note in notes)
     ):
         namespace.tp, namespace.dp, namespace.enable_dp_attention = tp * dp, dp, True
@@ -49,3 +53,17 @@ def settle(namespace: Namespace) -> list[str]:
             "--enable-dp-attention here"
         )
     return notes
+
+
+def _fits(groups: int, tp: int, namespace: Namespace) -> None:
+    """Raises ConfigError, with the line of the file that says it, where ranks do not divide so."""
+    if groups < 1:
+        problem = "must be at least 1"
+    elif tp > 0 and tp % groups:
+        problem = f"--tp {tp} ranks do not divide into {groups} groups: give --tp {groups}"
+    else:
+        return
+    said: FromFile | None = getattr(namespace, "config", None)
+    filed = said is not None and "dp" not in getattr(namespace, "weak", {})
+    place = f"--config {said.path}, line {said.lines['dp']}: " if said and filed else ""
+    raise ConfigError(f"{place}--attn-dp-size {groups}: {problem}")

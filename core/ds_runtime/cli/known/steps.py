@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_runtime.cli.known.notation import ALWAYS, ends, ignored
-from ds_runtime.config.spelling import GIVEN, Spelling
+from ds_runtime.cli.known.notation import ends, ignored
+from ds_runtime.config.spelling import ALWAYS, DEFAULT, GIVEN, Spelling
 
 _ORDER = Spelling(
-    "requests come in order of their arrival; --policy priority takes the important first",
+    "--policy decides the order: fifo, or priority, which takes the important first",
     takes="one",
     values={
         "fcfs": Spelling(
@@ -37,7 +37,12 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         takes="one",
     ),
     "--no-enable-chunked-prefill": Spelling(
-        "is --chunked-prefill-size -1 here", {"chunked_prefill_size": "-1"}
+        "is --chunked-prefill-size -1 here, unless another is said",
+        {"chunked_prefill_size": "-1"},
+        weak=True,
+    ),
+    "--enable-chunked-prefill": Spelling(
+        "is so unless --chunked-prefill-size is -1", {"chunked_prefill_size": DEFAULT}, weak=True
     ),
     "--schedule-policy": _ORDER,
     "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
@@ -45,7 +50,11 @@ SCHEDULING: Mapping[str, str | Spelling] = {
     "--no-async-scheduling": Spelling(
         "is --disable-overlap-schedule here", {"disable_overlap_schedule": "True"}
     ),
-    **ignored(ALWAYS, "--enable-chunked-prefill --enable-mixed-chunk"),
+    "--async-scheduling": Spelling(
+        "is so here unless --disable-overlap-schedule follows",
+        {"disable_overlap_schedule": "False"},
+    ),
+    **ignored(ALWAYS, "--enable-mixed-chunk"),
     **ignored(
         "--chunked-prefill-size and --max-step-tokens bound what a step takes of prompts",
         """
@@ -53,7 +62,6 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         --long-prefill-token-threshold N
         """,
     ),
-    **ignored("is so unless --disable-overlap-schedule is given", "--async-scheduling"),
     **ends("a prompt that is too long is refused: shorten it", "--allow-auto-truncate"),
     **ends(
         "the highest number comes first: turn the numbers round",
@@ -139,7 +147,7 @@ SPECULATION: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored(
-        "the model's own draws judge drafts, so that drafts change no token: leave it out",
+        "the model's own draws judge drafts, so that drafts change no token",
         "--speculative-use-rejection-sampling --speculative-use-block-verification",
     ),
     **ends(
