@@ -312,7 +312,7 @@ def test_the_plan_says_which_sums_are_one_kernel(tmp_path, device, tp, flags, at
     said = "sums of fewer than 262144 values are one kernel, which adds ranks in order"
     assert (said in made.plan.given_up) == at_once
     assert Crossing.of(made).at_once == at_once
-    assert made.summing(Sums(at_once=at_once)) is made
+    assert made.summing(Sums(at_once=at_once, gathered=made.sums.gathered)) is made
     lost = made.summing(Sums())
     assert not Crossing.of(lost).at_once and said not in lost.plan.given_up
     assert ("could not set it up" in lost.plan.sums) == at_once
