@@ -16,7 +16,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.measured import found
 from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point, _series
-from ds_runtime.parallel.sums.kinds import ALIGNED, FAST
+from ds_runtime.parallel.sums.kinds import ALIGNED, FAST, GATHER_LOGITS, GATHERED, GATHERED_BY
 from ds_runtime.platform.cores import cores
 from ds_runtime_bench.ops import comm, host_steps, tune
 from ds_runtime_cpu.platform import CpuPlatform
@@ -254,8 +254,12 @@ def test_inputs_of_collectives_are_as_large_as_they_say(kind, ranks, size):
         return
     if kind == "reduce_scatter":
         assert len(x) % ranks == 0
-    whole = nbytes * (ranks if kind.endswith(("gather", "gather_rows")) else 1)
-    lost = 2 * ranks * (max(1, size >> 18) if kind == "all_gather" else 1)  # what does not divide
+    gathers = (GATHERED, GATHER_LOGITS)
+    whole = nbytes * (ranks if kind in (*gathers, "gather_rows") else 1)
+    lost = 2 * ranks * (max(1, size >> 18) if kind in gathers else 1)  # what does not divide
+    if kind == GATHER_LOGITS:
+        assert x.shape[1] % GATHERED_BY == 0
+        lost *= GATHERED_BY
     assert size - lost < whole <= size
 
 

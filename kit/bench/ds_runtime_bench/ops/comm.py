@@ -104,7 +104,7 @@ def _rank(
             gather = comm.gather_logits(-(-max(small) // ranks))
             if all(comm.gather_objects(gather is not None)):
                 call = partial(_widened, gather, ranks)
-                curves[GATHER_LOGITS] = _curve(platform, comm, GATHERED, call, small)
+                curves[GATHER_LOGITS] = _curve(platform, comm, GATHER_LOGITS, call, small)
         results.put(curves)
         comm.barrier()
         comm.close()
@@ -125,12 +125,12 @@ def _input(platform: Platform, comm: Communicator, kind: str, size: int) -> Tens
     import torch
 
     values = size // _ITEM
-    rows = max(1, size // _WIDE) if kind == "all_gather" else comm.size
-    each = rows if kind == "all_gather" else 1
-    wide = max(values // each // comm.size // GATHERED_BY, 1) * GATHERED_BY
+    rows = max(1, size // _WIDE)  # where the last dimension is gathered
+    wide = values // rows // comm.size
     shape = {
         "gather_rows": (1, values // comm.size),
-        "all_gather": (each, wide),
+        GATHERED: (rows, wide),
+        GATHER_LOGITS: (rows, wide // GATHERED_BY * GATHERED_BY),
         "reduce_scatter": (comm.size, values // comm.size),
     }.get(kind, (values,))
     return torch.zeros(shape, dtype=torch.bfloat16, device=platform.device(comm.rank))
