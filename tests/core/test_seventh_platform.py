@@ -28,7 +28,7 @@ WEIGHT = """\
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(TAG)
-        return functional.linear(x, packed.tensors["weight"])
+        return functional.linear(_whole_tiles(x), packed.tensors["weight"])
 """
 LAST = "        self.last = values\n" + WEIGHT.replace('packed.tensors["weight"]', "self.last")
 # Question → file, what is right in it, what is wrong, the op, and what conform says.
