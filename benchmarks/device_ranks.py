@@ -1,14 +1,15 @@
 """Ranks that divide attention by heads, by sequences, and by both, beside each other.
 
 python benchmarks/device_ranks.py [--ranks N] [--groups N ...] [--experts]
-    [--shapes v2-lite v3-slice] [--requests 64 256 512] [--dtype fp8] [--set NAME=VALUE ...]
-    [--out FILE]
+    [--arms ARM ...] [--shapes v2-lite v3-slice] [--requests 64 256 512] [--prompt 256]
+    [--dtype fp8] [--set NAME=VALUE ...] [--out FILE]
 
 Random weights of each shape. Every arm is an engine in a process of its own: `heads` is --tp N,
 `sequences` is --tp N --enable-dp-attention, `groups G` has --dp G beside it, and `experts`, asked
-for by --experts, has --ep N. One JSON line per figure: `step_ms`, a decode step by LLM.generate,
-(t(97 tokens) − t(33)) / 64, `prompt_tokens_per_s` with prompts of 256 random tokens, both the
-median of three, and `ready_s`. It speaks to an engine through LLM alone, so it also measures an
+for by --experts, has --ep N. `halves` is `heads` with --enable-two-batch-overlap. --arms names arms
+in their order, also one several times. One JSON line per figure: `step_ms`, a decode step by
+LLM.generate, (t(97 tokens) − t(33)) / 64, `prompt_tokens_per_s` of random tokens, both the median
+of three, and `ready_s`. It speaks to an engine through LLM alone, so it also measures an
 older tree, PYTHONPATH=TREE/core:TREE/kit/bench; `tree` of each line says which that was.
 """
 
@@ -32,14 +33,14 @@ import ds_runtime
 from ds_runtime import LLM, SamplingParams
 from ds_runtime_bench.shapes import SHAPES
 
-PROMPT, FIRST, LAST = 256, 33, 97
+FIRST, LAST = 33, 97
 RUNS = 3
 
 
-def prompts(count: int, vocab: int, seed: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     """Random ids: no prompt begins like another."""
     draw = random.Random(seed)
-    return [[draw.randrange(vocab) for _ in range(PROMPT)] for _ in range(count)]
+    return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
 def seconds(llm: LLM, asked: list[list[int]], tokens: int) -> float:
@@ -50,9 +51,9 @@ def seconds(llm: LLM, asked: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(llm: LLM, count: int, vocab: int, tell: Callable[..., None]) -> None:
-    """Steps and prompts of so many requests."""
-    asked = prompts(count, vocab, count)
+def measure(llm: LLM, asked: list[list[int]], tell: Callable[..., None]) -> None:
+    """Steps and prompts of these requests, all of one length."""
+    count, length = len(asked), len(asked[0])
     seconds(llm, asked, 3)
     first = [seconds(llm, asked, 1) for _ in range(RUNS)]
     each = [
@@ -61,10 +62,10 @@ def measure(llm: LLM, count: int, vocab: int, tell: Callable[..., None]) -> None
     ]
     for figure, values in (
         ("step_ms", [one * 1e3 for one in each]),
-        ("prompt_tokens_per_s", [count * PROMPT / one for one in first]),
+        ("prompt_tokens_per_s", [count * length / one for one in first]),
     ):
         rounded = [round(one, 3) for one in values]
-        tell(figure, statistics.median(rounded), requests=count, runs=rounded)
+        tell(figure, statistics.median(rounded), requests=count, prompt=length, runs=rounded)
 
 
 def settings_of(args: argparse.Namespace, arm: str) -> dict[str, Any]:
@@ -82,7 +83,9 @@ def settings_of(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         "max_running_requests": counts[-1],
         "graph_sizes": tuple(sorted(sizes)),
     }
-    if arm != "heads":
+    if arm == "halves":
+        found["enable_two_batch_overlap"] = True
+    elif arm != "heads":
         found["enable_dp_attention"] = True
     if arm.startswith("groups"):
         found["dp"] = int(arm.split()[1])
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
         with LLM(folder, **settings_of(args, args.arm)) as llm:
             tell("ready_s", round(time.perf_counter() - start, 1))
             for count in args.requests:
-                measure(llm, count, config["vocab_size"], tell)
+                measure(llm, prompts(count, args.prompt, config["vocab_size"], count), tell)
 
 
 def main() -> None:
@@ -132,8 +135,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="arms with --dp N")
     parser.add_argument("--experts", action="store_true", help="an arm with experts by number")
+    parser.add_argument("--arms", nargs="+", help="these, in place of heads, sequences and others")
     parser.add_argument("--shapes", nargs="+", default=["v2-lite", "v3-slice"])
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, help="add the lines to this file")
@@ -146,7 +151,7 @@ def main() -> None:
     failed = 0
     for shape in args.shapes:
         arms = ["heads", "sequences", *(f"groups {n}" for n in args.groups)]
-        for arm in arms + ["experts"] * args.experts:
+        for arm in args.arms or arms + ["experts"] * args.experts:
             command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--arm", arm]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             print(done.stdout, end="", flush=True)

@@ -57,7 +57,8 @@ PARTS = {
     ),
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
     "delay of the last rank (`/metrics`)": "*ran on* CPUs, captured too: names a rank that was "
-    "made slow; *unrun* on GPUs",
+    "made slow; measured on two H200s, where none was made slow",
+    "prompts in two halves (`--enable-two-batch-overlap`)": "*ran on* CPUs, *unrun* on GPUs",
     "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
     "*unrun* on GPUs",
 }

@@ -33,6 +33,10 @@ LEVELS = {
     "masks": {"off": {}, "on": {}},
     "model": {"dense": {}, "sparse": {}},
     "bits": {"free": {}, "invariant": {"batch_invariant": True}},
+    "steps": {
+        "whole": {},
+        "halves": {"enable_two_batch_overlap": True, "dbo_prefill_token_threshold": 8},
+    },
 }
 CHANGING = ("adapters", "cache", "masks", "model", "bits")  # what answers depend on
 FIRST = {factor: next(iter(levels)) for factor, levels in LEVELS.items()}
@@ -45,6 +49,10 @@ REFUSED = {  # as docs/support.md calls them
     ),
     (("bits", "invariant"), ("form", "expanded")): ("`--disable-mla`", "`--batch-invariant`"),
     (("form", "expanded"), ("model", "sparse")): ("`--disable-mla`", "sparse attention"),
+}
+IDLE = {  # one of them then changes nothing, and the plan says so
+    (("attention", "by sequences"), ("steps", "halves")),
+    (("bits", "invariant"), ("steps", "halves")),
 }
 OTHERS = {"form": {"expanded": {"disable_mla": True}}}  # which no run has: one rank's tests do
 
@@ -61,7 +69,7 @@ def every_pair():
         for (a, first), (b, second) in itertools.combinations(some, 2)
         for x in first
         for y in second
-        if ((a, x), (b, y)) not in REFUSED
+        if ((a, x), (b, y)) not in {*REFUSED, *IDLE}
     }
 
 
@@ -72,7 +80,7 @@ def covering(wanted, seed=0, apart=lambda run: False, tries=60):
 
     def worth(run):
         pairs = pairs_of(run)
-        return -1 if pairs & REFUSED.keys() or apart(run) else len(pairs & left)
+        return -1 if pairs & {*REFUSED, *IDLE} or apart(run) else len(pairs & left)
 
     draw, left, runs = random.Random(seed), set(wanted), []
     while left:
@@ -161,6 +169,7 @@ def check_served(llm, run, found, ranks=2):
         ranks if run["attention"] == "by sequences" else 1,
     )
     assert (stats.draft_tokens > 0) == (run["drafts"] != "none")
+    assert (stats.sums.get("all_reduce_async", 0) > 0) == (run["steps"] == "halves")
     assert any(o.usage.cached_tokens for o in found) == (run["prefixes"] == "on")
 
 

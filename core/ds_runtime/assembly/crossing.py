@@ -17,7 +17,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.parallel.mesh import LINE, MANY, Mesh
-from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, SumSizes, received
+from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, OVERLAPPED, SumSizes, received
 
 _GROUP = 128  # values that have a scale
 
@@ -124,10 +124,13 @@ class Crossing:
         """Which kind of all-reduce sums this many rows of a group of attention."""
         return IN_ORDER if self.in_order else self.sums.kind(rows * self.width)
 
-    def summed(self, rows: int, layers: int) -> tuple[str, int, float]:
+    def summed(self, rows: int, layers: int, halves: bool = False) -> tuple[str, int, float]:
         """The all-reduces of a step in which the largest group of attention has `rows` rows: their
-        kind, their number, and the bytes that a rank receives in them."""
+        kind, their number, and the bytes that a rank receives in them. halves: it runs as two."""
         count = self._sums(layers)
+        if halves:
+            nbytes = received(OVERLAPPED, self.mesh.attn_tp) * rows * self.width
+            return OVERLAPPED, 2 * count, count * nbytes
         return self.sum_kind(rows), count, count * self._share(rows) * rows * self.width
 
     def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:

@@ -54,6 +54,7 @@ class Plan:
     sums: str = ""  # which kinds of all-reduce serve which sizes, and why
     sum_sizes: str = ""  # the same without why, "" where the library's serve all
     gathered: int = 0  # bytes of logits up to which one kernel gathers them
+    halves: str = ""  # which steps with prompts run as two halves
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        maybe = ("given_up", "sums", "sum_sizes", "gathered")
+        maybe = ("given_up", "sums", "sum_sizes", "gathered", "halves")
         left = {name for name in maybe if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
@@ -129,7 +130,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{key}: {here!r} here, {there!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "attn_dp", "ep", "gathered"),
+            *("page_size", "tp", "attn_dp", "ep", "gathered", "halves"),
         )
         if (here := _told(mine, key)) != (there := _told(other, key))
     ]
@@ -149,9 +150,9 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _told(plan: Mapping[str, Any], key: str) -> Any:
-    """What a plan says; it leaves out that experts are not divided, and what the library alone
-    serves."""
-    return plan.get(key, {"ep": 1, "sum_sizes": "", "gathered": 0}.get(key))
+    """What a plan says; it leaves out that experts and steps are not divided, and what the library
+    alone serves."""
+    return plan.get(key, {"ep": 1, "sum_sizes": "", "gathered": 0, "halves": ""}.get(key))
 
 
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
 from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.sums.halves import Halves, why_not
 from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, ONE_SHOT, Sums, spelled
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
@@ -88,6 +89,11 @@ class Assembly:
         """All ranks of the engine."""
         return Mesh.of(self.config)
 
+    @cached_property
+    def halves(self) -> Halves | None:
+        """Which steps with prompts run as two halves."""
+        return Halves.of(self.config, self.model.hybrid is not None)
+
     def summing(self, able: Sums) -> Assembly:
         """The same with the kinds of sums that its ranks could set up. able: without a sentence."""
         if (able.sizes, able.at_once) == (self.sums.sizes, self.sums.at_once):
@@ -122,6 +128,7 @@ class Assembly:
             sums=self.sums.said,
             sum_sizes=str(self.sums.sizes) if self.sums.sizes.upto else "",
             gathered=self.sums.gathered,
+            halves=str(self.halves or ""),
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 
@@ -152,6 +159,10 @@ class Assembly:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         if self.sums.gathered:
             said.append(f"one kernel gathers logits of up to {spelled(self.sums.gathered)}")
+        if self.config.enable_two_batch_overlap:
+            why = why_not(self.config, self.model.hybrid is not None)
+            nothing = f"--enable-two-batch-overlap changes nothing: {why}"
+            said.append(nothing if why else str(self.halves))
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
 
     @cached_property

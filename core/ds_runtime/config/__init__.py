@@ -5,10 +5,11 @@ defaults. Plugins may wish for changes (`ds_defaults`); what the user set explic
 `fusion` by name.
 """
 
-from ds_runtime.config.engine import MAX_ITL, EngineConfig, with_changes
+from ds_runtime.config.engine import EngineConfig, with_changes
 from ds_runtime.config.fields import parse_size
 from ds_runtime.config.graph_sizes import check_graph_sizes
 from ds_runtime.config.server import ServerConfig, check_key
+from ds_runtime.config.values import MAX_ITL
 
 __all__ = [
     "MAX_ITL",

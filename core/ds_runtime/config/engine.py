@@ -8,20 +8,12 @@ from typing import Any
 
 from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.common.speculation import check as check_speculation
+from ds_runtime.config import values
 from ds_runtime.config.cache_size import check_size
-from ds_runtime.config.fields import check_fields, flag_of, setting
+from ds_runtime.config.fields import check_fields, setting
 from ds_runtime.config.ranks import check as check_ranks
 from ds_runtime.config.tiers import check_tiers
 from ds_runtime.errors import ConfigError
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
-FORMS = ("auto", "off", "all")
-_WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
-QUANTIZE = ("none", "int8", "int4")
-MOST_REQUESTS = 1 << 16  # that run at once
-MAX_ITL = 50.0  # milliseconds between tokens, of a server
-_SIZES = {"graph_sizes": "disable_graph", "prefill_graph_sizes": "disable_prefill_graph"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +36,12 @@ class EngineConfig:
     context_length: int | None = setting(
         None, "longest prompt + output (default: the model's)", least=1
     )
-    dtype: str = setting("auto", "compute dtype", choices=DTYPES, also=_WORDS)
+    dtype: str = setting("auto", "compute dtype", choices=values.DTYPES, also=values.WORDS)
     quantize: str = setting(
         "none",
         "round bfloat16 or FP8 weights when they are loaded: int8 per output channel, or int4 in "
         "groups of 128 with an int8 head",
-        choices=QUANTIZE,
+        choices=values.QUANTIZE,
     )
     allow_nan_weights: bool = setting(
         False, "load tensors that hold NaN: what is computed from them is NaN as well"
@@ -58,7 +50,7 @@ class EngineConfig:
         (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
     )
     max_loras: int | None = setting(
-        None, "adapters that fit at a time (default: as many as --lora gives; 0: none)"
+        None, "adapters that fit at a time (default: --lora's; 0: none)", least=0, most=1024
     )
     max_lora_rank: int | None = setting(
         None, "largest rank of an adapter (default: the largest of --lora's, else 16)", least=1
@@ -100,6 +92,21 @@ class EngineConfig:
         "sum over ranks and gather logits by the platform's library alone, whatever tune comm has "
         "measured",
     )
+    enable_two_batch_overlap: bool = setting(
+        False,
+        "run steps with many tokens of prompts as two halves: while sums of one travel between "
+        "ranks that divide heads, the other one computes",
+    )
+    dbo_prefill_token_threshold: int = setting(
+        2048, "tokens of prompts from which --enable-two-batch-overlap divides a step", least=2
+    )
+    tbo_token_distribution_threshold: float = setting(
+        0.48,
+        "share of a step's tokens that each half has at least. If whole sequences give less, one "
+        "is divided (0: none ever is)",
+        least=0,
+        most=0.5,
+    )
     expert_metrics: bool = setting(
         False,
         "count in /metrics how many tokens choose each routed expert of each layer, on the device "
@@ -128,15 +135,15 @@ class EngineConfig:
         "auto",
         "dtype of the KV cache: the compute dtype (auto), or fp8 (e4m3; where attention is sparse, "
         "latents with a scale per 128 and bfloat16 keys)",
-        choices=KV_DTYPES,
-        also=_WORDS,
+        choices=values.KV_DTYPES,
+        also=values.WORDS,
         group="memory",
     )
     index_cache_dtype: str = setting(
         "auto",
         "dtype of the index keys of sparse attention: fp8 with a scale per key, unless the compute "
         "dtype is float32 (auto), or a compute dtype",
-        choices=KV_DTYPES,
+        choices=values.KV_DTYPES,
     )
     trained_rounding: bool = setting(
         False,
@@ -164,7 +171,7 @@ class EngineConfig:
         "auto",
         "second copies of weights, in forms that decode steps read faster: all of them, none "
         "(off), or those that leave enough KV cache (auto)",
-        choices=FORMS,
+        choices=values.FORMS,
     )
     page_size: int = setting(16, "tokens per KV page", least=1)
     state_snapshots: int | None = setting(
@@ -230,6 +237,8 @@ class EngineConfig:
         "decode steps to capture, by number of requests. A step is padded to the next size "
         "(default: 1, 2, 4, 8, then wider apart up to --max-running-requests; on a CPU each up to "
         "32, lazily)",
+        least=1,
+        off="disable_graph",
     )
     max_graph_size: int | None = setting(
         None, "largest decode step to capture automatically, by requests (default: all)", least=1
@@ -244,6 +253,8 @@ class EngineConfig:
         "steps with prompts to capture at start, by number of tokens. A step is padded to the next "
         "size (default: ever wider apart up to a chunk and a token per request, at most "
         "--max-prefill-graph-size; with one rank some while idle)",
+        least=1,
+        off="disable_prefill_graph",
     )
     max_prefill_graph_size: int = setting(
         1024, "largest step with prompts to capture automatically, by number of tokens", least=1
@@ -328,15 +339,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= (self.max_loras or 0) <= 1024:
-            raise ConfigError(f"--max-loras {self.max_loras}: must be from 0 to 1024")
-        for name, off in _SIZES.items():
-            given = getattr(self, name)
-            if given is not None and min(given, default=0) < 1:
-                raise ConfigError(
-                    f"{flag_of(name)} {','.join(map(str, given))}: must be numbers of at least 1; "
-                    f"{flag_of(off)} captures nothing"
-                )
         if self.max_itl is not None and not 0 <= self.max_itl < 1e6:
             raise ConfigError(
                 f"--max-itl {self.max_itl:g}: must be milliseconds, at least 0 (which is no limit)"
@@ -350,10 +352,10 @@ class EngineConfig:
             raise ConfigError(
                 "--context-length 1: must be at least 2, for one token of prompt and one of output"
             )
-        if self.max_running_requests > MOST_REQUESTS:
+        if self.max_running_requests > values.MOST_REQUESTS:
             raise ConfigError(
                 f"--max-running-requests {self.max_running_requests}: must be at most "
-                f"{MOST_REQUESTS}; more may wait (--max-queued-requests)"
+                f"{values.MOST_REQUESTS}; more may wait (--max-queued-requests)"
             )
         for given in self.fusion:
             name, _, state = given.partition("=")

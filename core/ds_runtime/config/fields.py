@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Any
 
@@ -10,7 +11,8 @@ from ds_runtime.errors import ConfigError
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A field. group: the heading in the help of this field and of those that follow. also: what
-    words of other engines mean as its value. least: the smallest number. choices: all values."""
+    words of other engines mean as its value. least, most: the smallest and the largest number, of
+    several each; off: the flag in place of none. choices: all values."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -32,7 +34,7 @@ def flag_of(name: str) -> str:
 
 def check_fields(config: Any) -> None:
     """ConfigError for values of another type than the field's, as the offline API passes what it
-    is given; for numbers below `least`; and for what is none of `choices`.
+    is given. Also for numbers below `least` or above `most`, and for what is none of `choices`.
     """
     for f in fields(config):
         value, flag = getattr(config, f.name), flag_of(f.name)
@@ -45,12 +47,27 @@ def check_fields(config: Any) -> None:
             right = right and all(type(item) is item_type for item in value)
         if not right:
             raise ConfigError(f"{flag} {value!r}: must be of type {f.type}")
-        least, choices = f.metadata.get("least"), f.metadata.get("choices")
-        if least is not None and value is not None and value < least:
-            raise ConfigError(f"{flag} {value}: must be at least {least}")
+        if value is not None:
+            _check_range(flag, value, f.metadata)
+        choices = f.metadata.get("choices")
         if choices and value not in choices:
             known = ", ".join(filter(None, choices))
             raise ConfigError(f"{flag} {value!r}: must be one of {known}")
+
+
+def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:
+    """Of a number, or of several."""
+    least, most, off = (meta.get(name) for name in ("least", "most", "off"))
+    if least is None:
+        return
+    several = isinstance(value, tuple)
+    low, high = (min(value, default=least - 1), max(value, default=0)) if several else (value,) * 2
+    if low >= least and (most is None or high <= most):
+        return
+    wanted = f"at least {least}" if most is None else f"from {least} to {most:g}"
+    given = ",".join(map(str, value)) if several else value
+    instead = "" if off is None else f"; {flag_of(off)} captures nothing"
+    raise ConfigError(f"{flag} {given}: must be {'numbers of ' * several}{wanted}{instead}")
 
 
 def parse_size(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 from ds_runtime.ops.contracts.caches import INDEX, KV, Caches
 from ds_runtime.parallel.sums.normed import Summable
+from ds_runtime.parallel.sums.overlapped import Started, overlapping
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -57,11 +58,27 @@ class DecoderLayer:
 
         rows: the only ones that are wanted; all are still written to the cache. tail: their order.
         """
-        batch = step.batch
-        normed, residual = self.enter(x, residual, batch)
+        attended, residual = self.attend(x, residual, step, rows)
+        return self.finish(attended, residual, step.batch, rows, tail)
+
+    def attend(
+        self, x: Summable, residual: Tensor | None, step: LayerStep, rows: Tensor | None = None
+    ) -> tuple[Summable, Tensor]:
+        """The first half of a call: (attention's output, residual before it)."""
+        normed, residual = self.enter(x, residual, step.batch)
         attended = self.attention(normed, step)
+        return (attended, residual) if rows is None else (attended[rows], residual[rows])
+
+    def finish(
+        self,
+        attended: Summable,
+        residual: Tensor,
+        batch: Batch,
+        rows: Tensor | None = None,
+        tail: RowOrder | None = None,
+    ) -> tuple[Summable, Tensor]:
+        """The second half of a call: (mlp output, residual before it)."""
         if rows is not None:
-            attended, residual = attended[rows], residual[rows]
             if not self.exchange.most(rows.shape[0], tail):
                 return attended, residual
             batch = replace(batch, order=tail)
@@ -104,6 +121,25 @@ class Cut(NamedTuple):
         return self._replace(projected=self.projected.each(made), residual=made(self.residual))
 
 
+class Pass:
+    """A batch on its way through the layers. few: the rows of the last layer that are wanted, if
+    not all; tail: their order."""
+
+    __slots__ = ("batch", "few", "residual", "selection", "tail", "x")
+
+    def __init__(
+        self,
+        batch: Batch,
+        x: Summable,
+        selection: Selection | None,
+        few: Tensor | None,
+        tail: RowOrder | None,
+    ) -> None:
+        self.batch, self.x, self.selection = batch, x, selection
+        self.few, self.tail = few, tail
+        self.residual: Tensor | None = None
+
+
 class DeepSeekModel(LanguageModel):
     """One rank's part of the model; `load` reads and packs its weights block by block.
 
@@ -124,18 +160,47 @@ class DeepSeekModel(LanguageModel):
         They are what `logits` takes. The batch's tokens are written to the caches. every: of all
         tokens of this rank, whose logits are wanted or not.
         """
-        selection = self.selection(batch)
-        x: Summable = self.embedded(batch.input_ids, batch)  # [T, hidden]
-        residual: Tensor | None = None
+        return self._hidden((batch,), caches, every)[0]
+
+    @torch.inference_mode()
+    def forward_halves(
+        self, halves: Sequence[Batch], caches: Caches, every: bool = False
+    ) -> Tensor:
+        """`forward` of a step whose rows are those of several batches, one after the other: while
+        sums of one travel between ranks, another one computes."""
+        with overlapping():
+            return torch.cat(self._hidden(halves, caches, every))
+
+    def _hidden(self, batches: Sequence[Batch], caches: Caches, every: bool) -> list[Tensor]:
+        """Of each batch what `forward` returns. All take a layer's attention, then its FFN."""
+        passes = [self._begin(batch, every) for batch in batches]
+        for layer in self.running:
+            block, last = self.blocks[layer], layer == len(self.blocks) - 1
+            for one in passes:
+                step = self._step(layer, caches, one.batch, one.selection)
+                rows = one.few if last else None
+                one.x, one.residual = block.attend(one.x, one.residual, step, rows)
+            for one in passes:
+                assert one.residual is not None
+                own = (one.few, one.tail) if last else ()
+                one.x, one.residual = block.finish(one.x, one.residual, one.batch, *own)
+        return [self._end(one, every) for one in passes]
+
+    def _begin(self, batch: Batch, every: bool) -> Pass:
+        x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         few, tail = None if every else self.few(batch), self.exchange.logits_alone(batch.order)
-        for block, step in self._layers(caches, batch, selection):
-            own = few if block is self.blocks[-1] else None
-            x, residual = block(x, residual, step, own, tail)
+        return Pass(batch, x, self.selection(batch), few, tail)
+
+    def _end(self, one: Pass, every: bool) -> Tensor:
+        """Of what the last layer gave."""
+        x, residual, batch = one.x, one.residual, one.batch
         assert residual is not None, "a model has at least one layer"
         if every:
             return self.norm.add(x, residual)[0]
         wanted = batch.logit_rows.shape[0]
-        if not self.exchange.most(wanted, tail):
+        if not self.exchange.most(wanted, one.tail):
+            if isinstance(x, Started):
+                x.summed()  # other ranks wait for it, too
             return residual.new_empty(0, self.config.hidden)
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
@@ -146,8 +211,13 @@ class DeepSeekModel(LanguageModel):
     ) -> Iterator[tuple[DecoderLayer, LayerStep]]:
         """Each layer that runs, and what it sees of a step."""
         for layer in self.running:
-            own = caches.of(KV, layer), self.cos_sin, caches.get(INDEX, layer)
-            yield self.blocks[layer], LayerStep(batch, *own, selection)
+            yield self.blocks[layer], self._step(layer, caches, batch, selection)
+
+    def _step(
+        self, layer: int, caches: Caches, batch: Batch, selection: Selection | None
+    ) -> LayerStep:
+        own = caches.of(KV, layer), self.cos_sin, caches.get(INDEX, layer)
+        return LayerStep(batch, *own, selection)
 
     def few(self, batch: Batch) -> Tensor | None:
         """The logit rows, if these are all that the last layer has to compute after its attention:

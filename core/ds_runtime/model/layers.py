@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
-from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed
+from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed, ended
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
@@ -99,7 +99,7 @@ class RmsNormLayer:
         """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
         if isinstance(x, Unsummed):
             return x.add_norm(residual, self.weight, self.eps)
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._ops.add_rms_norm(ended(x), residual, self.weight, self.eps)
 
     def quantized(self, x: Tensor, groups: linear.Groups) -> Codes:
         """norm(x) of [tokens, n]."""
@@ -115,7 +115,7 @@ class RmsNormLayer:
                 return Codes(*made[:2]), made[2]
             x = x.summed()
         q, scale, summed = self._ops.add_rms_norm_quantize(
-            x, residual, self.weight, self.eps, *groups
+            ended(x), residual, self.weight, self.eps, *groups
         )
         return Codes(q, scale), summed
 

@@ -31,6 +31,9 @@ class SoloCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
@@ -174,6 +177,19 @@ class TorchCommunicator:
         y = self._summable(x)
         dist.all_reduce(y, group=self._group)
         return y.to(x.dtype)
+
+    def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
+        y, begin = self._summable(x), perf_counter()
+        started = dist.all_reduce(y, group=self._group, async_op=True)
+        self.waited.seconds += perf_counter() - begin
+
+        def summed() -> Tensor:
+            begin = perf_counter()
+            started.wait()  # of a device's queue, or of the host where that computes
+            self.waited.seconds += perf_counter() - begin
+            return y.to(x.dtype)
+
+        return summed
 
     @_counted
     def all_gather(self, x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ class Through:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._group.all_reduce(x)
 
+    def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
+        return self._group.all_reduce_async(x)
+
     def all_gather(self, x: Tensor) -> Tensor:
         return self._group.all_gather(x)
 

@@ -87,6 +87,14 @@ class Communicator(Protocol):
         """Sum of `x` over the ranks, any shape and float dtype; may reuse `x`'s storage."""
         ...
 
+    def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start the sum that `all_reduce` makes. It overlaps what is queued after it. Returns a
+        function that returns the sum. What is queued after a call of that waits for the sum. Every
+        rank calls it once, in the order of the sums. `x` must not be used afterwards. Only steps
+        that are not captured start such sums.
+        """
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] per rank → [..., size * n], concatenated along the last dim by rank."""
         ...

@@ -160,13 +160,15 @@ EXPERTS: Mapping[str, str | Spelling] = {
     ),
 }
 APART: Mapping[str, str | Spelling] = {
+    "--enable-dbo": Spelling(
+        "is --enable-two-batch-overlap here", {"enable_two_batch_overlap": "True"}
+    ),
     **ignored(
-        "two halves of a step at the same time are not built yet",
-        """
-        --enable-dbo  --dbo-decode-token-threshold N  --dbo-prefill-token-threshold N
-        --enable-two-batch-overlap  --enable-single-batch-overlap
-        --tbo-token-distribution-threshold N
-        """,
+        "steps without prompts run as one batch: halves would read weights twice",
+        "--dbo-decode-token-threshold N",
+    ),
+    **ignored(
+        "captured steps overlap the shared experts with the others", "--enable-single-batch-overlap"
     ),
     **ends(
         f"{_APART}: leave it out",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ds_runtime.engine.capture.prefill import PrefillGraphs
 from ds_runtime.engine.device.parts import Parts, draw
@@ -13,17 +15,20 @@ from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim
 from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Chain, Drafting
 from ds_runtime.engine.speculate.follow import Own, follow
+from ds_runtime.engine.step.halves import divided
 from ds_runtime.engine.step.inputs import read_last_tokens
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle, finite_rows
 from ds_runtime.engine.step.sampler import Draws
 from ds_runtime.engine.step.transfer import Upload, put
+from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, RowOrder
 
 
 @dataclass(slots=True)
 class _EagerStep:
     """What phases leave for those behind them. hidden: [T, hidden]; wanted: [logit rows, hidden];
-    rows: [draws] the row of each; behind: of the draft layer, as KeptTokens has them.
+    rows: [draws] the row of each; behind: of the draft layer, as KeptTokens has them; halves: where
+    the forward runs over these, in place of batch.
     """
 
     handle: Handle
@@ -36,6 +41,7 @@ class _EagerStep:
     wanted: Tensor = field(init=False)
     rows: Tensor = field(init=False)
     behind: tuple[Tensor, Tensor | None, RowOrder | None] = field(init=False)
+    halves: Sequence[Batch] = ()
     own: Own | None = None
     claims: Claims | None = None
     branch: Branch | None = None
@@ -59,6 +65,8 @@ class OpByOp:
     def inputs(self, step: _EagerStep) -> None:
         """Send what the step is made of, and tell kernels of it."""
         parts, works = self._parts, step.handle.plan.works
+        # Of no mesh whose groups have sequences of their own.
+        halves = () if parts.halves is None else divided(works, parts.halves)
         sent = step.sent = Upload(parts.device)
         wanted = step.handle.sort(parts.sampler)
         step.draws = parts.sampler.prepare(wanted.draws, sent)
@@ -66,18 +74,29 @@ class OpByOp:
             step.claims = claim(step.handle.plan, wanted, parts.width, sent, parts.simulated)
             step.own = Own.of(works, parts, sent)
         order = parts.exchange.order(works, sent)
-        added = parts.inputs.add(parts.exchange.own(works), sent, branched=parts.branched)
+        own = (parts.exchange.own(works), *halves)
+        whole, *apart = [parts.inputs.add(some, sent, branched=parts.branched) for some in own]
         sent.send()
-        step.batch = parts.batch(added, sent, order())
-        drawn = sum(w.length for w in parts.exchange.own(works) if w.tokens is None)
-        read_last_tokens(step.batch, parts.last_tokens, drawn)
+        step.batch = parts.batch(whole, sent, order())
+        # The first half's decode rows are those of the step, of which kernels have been told.
+        step.halves = [added.batch(sent, parts.states) for added in apart]
+        for batch, some in zip((step.batch, *step.halves), own, strict=True):
+            drawn = sum(w.length for w in some if w.tokens is None)
+            read_last_tokens(batch, parts.last_tokens, drawn)
 
     def forward(self, step: _EagerStep) -> None:
         """The model, over the rank's rows."""
         graph, parts, batch = None, self._parts, step.batch
-        if self.prefills is not None and step.prompts:
+        if self.prefills is not None and step.prompts and not step.halves:
             graph = self.prefills.graph_for(parts.exchange.most(batch.num_tokens, batch.order))
-        if graph is None:
+        if step.halves:
+            assert isinstance(parts.model, DeepSeekModel), "see Halves.of"
+            found = parts.model.forward_halves(step.halves, parts.caches, step.judges)
+            first, rows = step.halves[0], batch.num_tokens
+            # Drafts are in the first half, and prompts move no key.
+            spare = 0, 0, 0, rows - first.num_tokens
+            batch.index_keys = [pad(keys, spare) for keys in first.index_keys]
+        elif graph is None:
             found = parts.model.forward(batch, parts.caches, step.judges)
         else:
             found = graph.replay(batch, step.judges)

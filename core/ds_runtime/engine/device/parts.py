@@ -23,6 +23,7 @@ from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits, RowOrder
 from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.exchange import RowExchange
+from ds_runtime.parallel.sums.halves import Halves
 
 
 @dataclass(slots=True)
@@ -31,7 +32,8 @@ class Parts:
     caches: of the model and of the draft layer. branched: how drafts hang
     together, if not as chains. limits: of the largest step. spare_page: a page of the caches that
     is nobody's. adapts: rows may have adapters. leads: results are collected here. simulated: the
-    probability with which each draft is taken for right, instead of judging it.
+    probability with which each draft is taken for right, instead of judging it. halves: which
+    steps run as two.
     """
 
     model: LanguageModel
@@ -50,6 +52,7 @@ class Parts:
     adapts: bool = False
     leads: bool = True
     simulated: float | None = None
+    halves: Halves | None = None
     tables: dict[int, PageTable] = field(default_factory=dict)
 
     @property

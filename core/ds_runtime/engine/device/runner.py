@@ -94,10 +94,9 @@ class Runner:
             self.device,
             self.width,
         )
-        rows = self.config.max_running_requests + 1  # one for the spare rows of captured steps
-        self.last_tokens = torch.zeros(  # and the drafts behind it, per row
-            rows * self.width, dtype=torch.int64, device=self.device
-        )
+        # A token and the drafts behind it, per row, and of one for spare rows of captured steps.
+        places = (self.config.max_running_requests + 1) * self.width
+        self.last_tokens = torch.zeros(places, dtype=torch.int64, device=self.device)
         inputs = StepInputs(
             self.config.page_size,
             self.max_pages,
@@ -167,6 +166,7 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
             leads=self.rank == 0,
+            halves=self.assembly.halves,
         )
 
     @property

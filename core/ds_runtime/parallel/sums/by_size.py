@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_runtime.parallel.sums.kinds import ONE_SHOT, SumSizes
 from ds_runtime.parallel.sums.normed import Summable, Unsummed, takes
+from ds_runtime.parallel.sums.overlapped import Started, is_overlapping
 from ds_runtime.parallel.through import Through
 from ds_runtime.platform.contract import Communicator, NormedSum
 
@@ -64,5 +65,8 @@ class BySize(Through):
 
 
 def later(group: Communicator, x: Tensor) -> Summable:
-    """As `BySize.later`, of any group."""
+    """As `BySize.later`, of any group. Within `overlapping` the library's kind is started."""
+    # A communicator that was written before `all_reduce_async` was in the contract has none.
+    if is_overlapping() and hasattr(group, "all_reduce_async"):
+        return Started(group.all_reduce_async(x), x.shape)
     return group.later(x) if isinstance(group, BySize) else group.all_reduce(x)

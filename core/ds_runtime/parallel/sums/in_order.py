@@ -39,6 +39,10 @@ class InOrder(Through):
         part = self._sum(self._shares(flat))
         return self._group.gather_rows(part)[:count].view(x.shape)
 
+    def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
+        total = self.all_reduce(x)
+        return lambda: total
+
     @property
     def adds_at_once(self) -> bool:
         """Whether one kernel adds few values: all ranks of the group could set it up."""

@@ -20,6 +20,9 @@ TWO_SHOT: Final = "two_shot"
 FAST: Final = (ONE_SHOT, TWO_SHOT)
 """Kinds beside the library's, those for smaller messages first."""
 
+OVERLAPPED: Final = "all_reduce_async"
+"""The library's, in steps of two halves: it overlaps the compute of the other half."""
+
 IN_ORDER: Final = "in_order"
 """What serves every size where ranks are added in their order; `sums/in_order.py` divides it."""
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ds_runtime.parallel.sums.overlapped import Started
 from ds_runtime.platform.contract import NormedSum
 
 WIDEST = 1 << 14
@@ -57,5 +58,10 @@ class Unsummed:
         return self.norm.quantized(self.part, residual, weight, eps, ue8m0)
 
 
-Summable: TypeAlias = Tensor | Unsummed
-"""A sum over ranks, or what becomes one in the norm after it."""
+Summable: TypeAlias = Tensor | Unsummed | Started
+"""A sum over ranks, what becomes one in the norm after it, or one that is under way."""
+
+
+def ended(x: Tensor | Started) -> Tensor:
+    """The sum, waited for where it is under way."""
+    return x.summed() if isinstance(x, Started) else x

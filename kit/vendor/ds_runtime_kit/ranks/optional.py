@@ -40,6 +40,45 @@ def _ordered(platform: Platform, comm: Communicator) -> Cases:
         yield "a rank late", partial(_in_order, platform, comm, made, "float32", SHAPES[0], 0)
 
 
+def _async(platform: Platform, comm: Communicator) -> Cases:
+    """None of a communicator that starts no sums."""
+    if hasattr(comm, "all_reduce_async"):
+        for dtype in FLOATS:
+            for shape in SHAPES:
+                yield f"{dtype} {shape}", partial(_two_started, platform, comm, dtype, shape)
+        late = partial(_two_started, platform, comm, "float32", SHAPES[0], late=comm.size - 1)
+        yield "a rank late", late
+
+
+def _two_started(
+    platform: Platform,
+    comm: Communicator,
+    dtype: str,
+    shape: Sequence[int],
+    late: int | None = None,
+) -> str:
+    """Two sums under way at once, and a product between them, which is as it is alone."""
+    import torch
+
+    device, size = platform.device(platform.local_rank or 0), math.prod(shape)
+    draw = partial(drawn, platform, dtype, shape, here=False)
+    both = [[draw(size + n, rank) for rank in range(comm.size)] for n in range(2)]
+    plain = drawn(platform, "float32", (64, 64), size, 0, here=False)
+    between = plain.to(device)
+    if comm.rank == late:
+        time.sleep(LATE)
+    ends = [comm.all_reduce_async(xs[comm.rank].to(device, copy=True)) for xs in both]
+    product = (between @ between).cpu()
+    found = [end().cpu() for end in ends]
+    differ = [said for one in found if (said := same_bits(comm, one))]  # every rank asks
+    for one, xs in zip(found, both, strict=True):
+        if said := other_form(one, xs[0]) or sum_wrong(one, sum_of(xs), xs, dtype):
+            return said
+    if not torch.allclose(product, plain @ plain, rtol=1e-2, atol=1e-2):
+        return "what was computed during the sums is wrong"
+    return differ[0] if differ else ""
+
+
 def _fast(platform: Platform, comm: Communicator) -> Cases:
     """None of a communicator that has no such kinds."""
     shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(1, 8)]
@@ -230,6 +269,7 @@ def _side_by_side(
 
 OPTIONAL: Mapping[str, Callable[[Platform, Communicator], Cases]] = {
     "ordered_sum": _ordered,
+    "all_reduce_async": _async,
     "fast_sums": _fast,
     "normed_sum": _normed,
     "gather_logits": _logits,

@@ -1,0 +1,70 @@
+"""Which steps with prompts run as two halves, and where these are divided. Torch-free.
+
+While sums of one half travel between ranks, the other one computes. Weights are read twice, so only
+steps of many tokens are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.parallel.mesh import Mesh
+
+_ALIGNED = 64  # rows of which the first half has a multiple, where it ends inside a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """least: tokens of prompts in a step that is divided. share: where whole sequences would give a
+    half that has less than this of the step, one sequence is divided; 0: none ever is."""
+
+    least: int
+    share: float
+
+    @staticmethod
+    def of(config: EngineConfig, hybrid: bool) -> Halves | None:
+        """None where no step is divided. hybrid: the model is one of the V4 family."""
+        if why_not(config, hybrid) or not config.enable_two_batch_overlap:
+            return None
+        least, share = config.dbo_prefill_token_threshold, config.tbo_token_distribution_threshold
+        return Halves(least, share)
+
+    def place(self, lengths: Sequence[int], fixed: int) -> tuple[int, int] | None:
+        """Where to divide works of these lengths, of which the first `fixed` go together. Returns
+        the number of whole works in the first half, and of the tokens of the next one that it has,
+        too. None: the step is not divided."""
+        if sum(lengths[fixed:]) < self.least:
+            return None
+        ends = list(accumulate(lengths))
+        total, first = ends[-1], max(fixed, 1)
+        at = min(range(first, len(lengths)), key=lambda n: abs(total - 2 * ends[n - 1]), default=0)
+        if at and min(ends[at - 1], total - ends[at - 1]) >= self.share * total:
+            return at, 0
+        if not self.share:
+            return None
+        half = total // 2
+        at = next(n for n, end in enumerate(ends) if end > half)
+        begin = ends[at] - lengths[at]
+        taken = (half // _ALIGNED * _ALIGNED or half) - begin
+        if at < fixed or (not taken and not at):
+            return None
+        return (at, taken) if taken > 0 else (at, 0)
+
+    def __str__(self) -> str:
+        inside = f", inside a sequence where one would have less than {self.share:g} of it"
+        return (
+            f"steps with {self.least} tokens of prompts or more run as two halves, divided between "
+            f"sequences{inside if self.share else ''}"
+        )
+
+
+def why_not(config: EngineConfig, hybrid: bool) -> str:
+    """Why no step of such an engine is divided, or ""."""
+    if Mesh.of(config).attn_tp == 1 or config.enable_dp_attention:
+        return "it is for ranks that divide heads"
+    if config.batch_invariant:
+        return "--batch-invariant adds ranks in order, where their parts are due"
+    return "models of the V4 family have no such steps" if hybrid else ""

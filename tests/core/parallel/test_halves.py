@@ -1,0 +1,128 @@
+"""Where a step with prompts is divided: the same tokens, in order, and halves as even as may be."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.step.halves import divided
+from ds_runtime.engine.step.plan import Work
+from ds_runtime.errors import ConfigError
+from ds_runtime.parallel.sums.halves import Halves, why_not
+
+works_of = st.builds(
+    lambda decodes, absorbed, prompts: (
+        [made(n, 1 + n % 3, tokens=False) for n in range(decodes)]
+        + [made(10 + n, length, absorbed=True) for n, length in enumerate(absorbed)]
+        + [made(20 + n, *what) for n, what in enumerate(prompts)]
+    ),
+    st.integers(0, 5),
+    st.lists(st.integers(1, 9), max_size=2),
+    st.lists(st.tuples(st.integers(1, 400), st.booleans(), st.booleans()), max_size=8),
+)
+
+
+def made(row, length, scored=False, sample=True, tokens=True, absorbed=False):
+    ids = [1000 * row + n for n in range(length)] if tokens else None
+    return Work(
+        rid=str(row),
+        row=row,
+        start=7 * row,
+        length=length,
+        pages=[row],
+        tokens=ids,
+        sample=sample,
+        prompt_logprobs=1 if scored else None,
+        absorbed=absorbed,
+        masks=[b"x"] if sample and not tokens else [],
+    )
+
+
+def tokens(works):
+    """(row, position, token) of each, in order."""
+    return [
+        (w.row, w.start + n, None if w.tokens is None else w.tokens[n])
+        for w in works
+        for n in range(w.length)
+    ]
+
+
+def wanted(works):
+    """Rows of logits, by their places among all rows."""
+    ends = accumulate(w.length for w in works)
+    return [end - n for w, end in zip(works, ends, strict=True) for n in range(w.logit_rows, 0, -1)]
+
+
+@given(works_of, st.integers(2, 300), st.sampled_from([0.0, 0.1, 0.25, 0.48, 0.5]))
+def test_two_halves_are_the_step(works, least, share):
+    before = [(w.start, w.length, w.tokens) for w in works]
+    both = divided(works, Halves(least, share))
+    prompts = [w for w in works if not w.as_decode]
+    if sum(w.length for w in prompts) < least:
+        assert both == ()
+    if not both:
+        return
+    first, second = both
+    assert first and second
+    assert tokens(first) + tokens(second) == tokens(works)
+    rows = sum(w.length for w in first)
+    assert wanted(first) + [rows + at for at in wanted(second)] == wanted(works)
+    assert all(not w.as_decode for w in second), "kernels were told of the step's decode rows once"
+    assert [w for w in first if w.as_decode] == [w for w in works if w.as_decode]
+    assert before == [(w.start, w.length, w.tokens) for w in works], "the plan is for others, too"
+    total, cut = sum(w.length for w in works), len(first) + len(second) > len(works)
+    if cut:
+        assert share and abs(2 * rows - total) <= 2 * 64
+    elif share:
+        assert min(rows, total - rows) >= share * total - 64
+
+
+@given(works_of, st.integers(2, 300))
+def test_a_step_of_enough_prompt_tokens_is_divided(works, least):
+    """Unless its middle lies in rows that go together."""
+    total = sum(w.length for w in works)
+    fixed = sum(w.length for w in works if w.as_decode)
+    if total - fixed >= least and 2 * fixed <= total - 128:
+        assert divided(works, Halves(least, 0.48))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fixed", "share", "found"),
+    [
+        ([100, 100], 0, 0.48, (1, 0)),
+        ([100, 100, 100, 100], 0, 0.48, (2, 0)),
+        ([1000], 0, 0.48, (0, 448)),  # whole tiles of rows
+        ([1000], 0, 0.0, None),
+        ([100, 900], 0, 0.0, (1, 0)),
+        ([100, 900], 0, 0.48, (1, 348)),
+        ([900, 100], 0, 0.48, (0, 448)),
+        ([1, 1, 100, 100], 2, 0.48, (3, 0)),
+        ([90, 90, 30], 2, 0.48, None),  # the middle is among rows that go together
+        ([90, 90, 30], 2, 0.0, (2, 0)),
+    ],
+)
+def test_places(lengths, fixed, share, found):
+    assert Halves(2, share).place(lengths, fixed) == found
+
+
+def test_an_engine_says_why_no_step_is_divided():
+    on = {"enable_two_batch_overlap": True}
+    assert Halves.of(EngineConfig(tp=2, **on), hybrid=False) == Halves(2048, 0.48)
+    assert Halves.of(EngineConfig(tp=2), hybrid=False) is None
+    for config, hybrid, said in (
+        (EngineConfig(**on), False, "divide heads"),
+        (EngineConfig(tp=2, dp=2, enable_dp_attention=True, **on), False, "divide heads"),
+        (EngineConfig(tp=2, batch_invariant=True, **on), False, "--batch-invariant"),
+        (EngineConfig(tp=2, **on), True, "V4"),
+    ):
+        assert Halves.of(config, hybrid) is None and said in why_not(config, hybrid)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.6, 1.0, float("nan")])
+def test_a_share_that_no_half_can_have_is_refused(share):
+    with pytest.raises(ConfigError, match=r"--tbo-token-distribution-threshold .*0 to 0\.5"):
+        EngineConfig(tbo_token_distribution_threshold=share)
