@@ -18,7 +18,7 @@ from hypothesis import Phase, settings
 
 from ds_runtime.measured import found
 
-pytest_plugins = ("matrix", "report")
+pytest_plugins = ("matrix", "report", "draw")
 
 # `--hypothesis-profile=deep` tries ten times as many examples; see `examples`.
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)

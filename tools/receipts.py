@@ -87,9 +87,9 @@ def covered(check: str) -> frozenset[str]:
     return frozenset(committed().get("checks", {}).get(check, ()))
 
 
-def drawn(seed: str, name: str) -> bool:
-    """Whether `name` is in the tenth that this seed draws; no name depends on another."""
-    return Random(f"{seed} {name}").random() < SHARE
+def drawn(seed: str, name: str, share: float = SHARE) -> bool:
+    """Whether `name` is in the share that this seed draws; no name depends on another."""
+    return Random(f"{seed} {name}").random() < share
 
 
 def instruction_sets(runnable: Sequence[str], seed: str | None) -> list[str]:

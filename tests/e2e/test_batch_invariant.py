@@ -16,7 +16,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
-from parts import is_deep
+from parts import is_deep, mostly_slow
 
 SETTINGS = {
     "platform": "cpu",
@@ -28,6 +28,7 @@ SETTINGS = {
 }
 DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+COARSE_FIRST = pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], 1))
 LENGTHS = (1, 3, 16, 17, 40, 63, 64, 90, 130, 200)
 REQUESTS = 12
 
@@ -131,7 +132,7 @@ def test_a_text_is_scored_as_it_was_sampled(dtype):
         assert found == [own for own, _ in alone(dtype)]
 
 
-@DTYPES
+@COARSE_FIRST
 @FEW_AND_MANY
 def test_two_ranks(dtype, count):
     """One rank's bits are not promised to two; theirs are their own."""
@@ -157,7 +158,7 @@ def adapters(tmp_path_factory):
     return tuple(f"{name}={folder / name}" for name in wanted)
 
 
-@DTYPES
+@COARSE_FIRST
 @FEW_AND_MANY
 @pytest.mark.parametrize(
     "way", ["chunks", "drafts", "graphs off"], ids=lambda way: way.replace(" ", "-")

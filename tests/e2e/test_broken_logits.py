@@ -22,6 +22,7 @@ from ds_runtime.errors import LogitsError
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime.text.tokenizer import Tokenizer
+from parts import mostly_slow
 
 SETTINGS = {
     "platform": "cpu",
@@ -40,13 +41,13 @@ TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
 CAPTURED = {"platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
 WAYS = {
     "op by op": {"disable_graph": True},
+    "captured chains": {**CAPTURED, **CHAIN},
+    "ranks": {"tp": 2, "dist_timeout": 60},
     "ahead": {"platform": "recorded", "plugins": (), "disable_graph": True},
     "captured": CAPTURED,
     "chains": {**CHAIN, "disable_graph": True},
     "trees": {**TREE, "disable_graph": True},
-    "captured chains": {**CAPTURED, **CHAIN},
     "captured trees": {**CAPTURED, **TREE},
-    "ranks": {"tp": 2, "dist_timeout": 60},
     "divided": {"tp": 2, "enable_dp_attention": True, "dist_timeout": 60},
 }
 
@@ -98,7 +99,7 @@ def cases(llm, bad):
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, 3))
 def test_the_choice_ends_and_nothing_of_it_stays(broken, recorded, way):
     folder, bad = broken
     with LLM(folder, extra_plugins=[recorded], **{**SETTINGS, **WAYS[way]}) as llm:

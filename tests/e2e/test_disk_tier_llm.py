@@ -28,6 +28,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.kv.tiers.folder import DiskFolder
 from ds_runtime.platform.page_copies import TorchPageCopies
 from ds_runtime_kit.models.adapters import write_adapter
+from parts import mostly_slow
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1, "enable_hierarchical_cache": True}
 GREEDY = SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True)
@@ -63,7 +64,7 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize("more", RANKS)
+@pytest.mark.parametrize("more", mostly_slow(RANKS, 1))
 def test_several_ranks_keep_what_was_cached(tiny, tmp_path, more):
     """Alike on all of them, of sequences of each, or the heads of each."""
     given = {**SETTINGS, **more, "disk_cache": str(tmp_path / "cache")}
@@ -125,7 +126,7 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize("pages", [1, 60, 200])
+@pytest.mark.parametrize("pages", mostly_slow([60, 1, 200], 1))
 def test_an_engine_that_is_killed_leaves_what_another_may_read(tiny, tmp_path, pages):
     """Whatever it was writing. Two of them share the folder."""
     folder = tmp_path / "cache"
@@ -382,7 +383,7 @@ def test_no_host_memory_names_the_flags(tiny, monkeypatch, error):
         LLM(tiny, **SETTINGS)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", mostly_slow([1, 2], 1))
 @pytest.mark.parametrize("flag", [{"hicache_size": 10**6}, {"hicache_ratio": 1e5}])
 def test_more_host_memory_than_there_is_is_refused(tiny, flag, tp):
     """In a sentence with the flag, what it asks for, what is free, and what would do."""

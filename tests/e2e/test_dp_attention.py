@@ -96,7 +96,7 @@ def alone(tiny):
     ("tp", "dp"),
     [
         (2, None),
-        (4, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.slow),
         pytest.param(4, None, marks=pytest.mark.slow),
     ],

@@ -24,6 +24,7 @@ from ds_runtime.parallel.world import World
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
+from parts import mostly_slow
 
 SETTINGS = {
     "platform": "recorded",
@@ -89,7 +90,9 @@ def test_the_kernels_of_these_tests_conform(recorded, op):
     assert len(results) > 1 and [r.failure for r in results if not r.ok] == []
 
 
-@pytest.mark.parametrize("how", ["prepared inside", "prepared in front", "rehearsed"])
+@pytest.mark.parametrize(
+    "how", mostly_slow(["prepared inside", "rehearsed", "prepared in front"], 2)
+)
 def test_answers_are_those_of_eager_steps(tiny, recorded, monkeypatch, how):
     """MLA decode prepares within the recording, or in front of every replay; a rehearsal, in which
     these kernels do run, leaves nothing.

@@ -11,6 +11,7 @@ from served import serving
 
 import ds_runtime
 from ds_runtime.cli import main
+from parts import mostly_slow
 
 DEMO = Path(ds_runtime.__file__).parent / "demo"
 
@@ -52,7 +53,7 @@ def tiny(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("sessions", [1, 3], ids=["one by one", "at once"])
+@pytest.mark.parametrize("sessions", mostly_slow([3, 1], 1), ids=["at once", "one by one"])
 def test_agents_of_twenty_turns_find_what_their_trace_allows(tiny, capsys, sessions):
     """97 % at least of the tokens that unlimited memory could serve, by ids that come back."""
     with serving(tiny, "--threads", "1") as server:

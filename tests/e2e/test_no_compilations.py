@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from parts import mostly_slow
+
 pytest.importorskip("triton")
 
 PROGRAM = Path(__file__).with_name("random_requests.py")
@@ -30,7 +32,7 @@ def served(folder: Path, case: str, *given: str, timeout: float = 280) -> None:
     print(done.stdout)
 
 
-@pytest.mark.parametrize("case", ["lora", "chain"])
+@pytest.mark.parametrize("case", mostly_slow(["chain", "lora"], 1))
 def test_a_few_random_requests_compile_nothing(tmp_path, case):
     few = ("--running", "24", "--longest", "700")
     served(tmp_path, case, "--requests", "24", *few, "--seed", str(SEED))

@@ -84,6 +84,7 @@ def test_two_nodes_answer_as_one_and_leave_together(tmp_path):
         assert gone(every, 2)
 
 
+@pytest.mark.slow
 def test_nodes_that_share_a_folder_keep_what_was_cached(tmp_path):
     """Both write to it and read it, over a restart of both."""
     token, folder = secrets(tmp_path, "word")[0], tmp_path / "cache"
@@ -104,6 +105,7 @@ def test_nodes_that_share_a_folder_keep_what_was_cached(tmp_path):
     assert cold == again and not none and stored >= 64
 
 
+@pytest.mark.slow
 def test_nodes_without_a_shared_folder_compute(tmp_path):
     """A page that one of them cannot read is computed by both."""
     token, said = secrets(tmp_path, "word")[0], []

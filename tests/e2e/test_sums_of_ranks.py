@@ -99,6 +99,26 @@ def test_small_sums_are_one_call_with_the_norm_behind_them(tiny, sharing, tmp_pa
     check_counted([("one_shot" if kind == "normed" else kind, size) for kind, size in served])
 
 
+def test_a_half_computes_while_sums_of_the_other_travel(tiny, sharing, tmp_path, monkeypatch):
+    """Of each layer both halves' sums of attention are started before the first is waited for."""
+    monkeypatch.setenv("SUMS_NOTED", str(tmp_path / "noted"))
+    own = {"enable_two_batch_overlap": True, "dbo_prefill_token_threshold": 8}
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    with LLM(str(tiny), extra_plugins=[sharing], **SETTINGS, **own) as llm:
+        before = llm.stats()
+        llm.generate([[3 + n for n in range(40)], [4 + n for n in range(40)]], params)
+        after = llm.stats()
+        layers = llm._assembly.model.layers
+    noted = [(tmp_path / f"noted.{rank}").read_text().split("\n") for rank in range(2)]
+    assert noted[0] == noted[1]
+    calls = [line.split() for line in noted[0] if line]
+    kinds = "".join({"start": "s", "end": "e"}.get(kind, "") for kind, _ in calls)
+    # One of each half is under way, and whoever starts the next has waited for its own.
+    assert kinds == "ss" + "es" * (4 * layers - 2) + "ee"
+    grown = {kind: n - before.sums.get(kind, 0) for kind, n in after.sums.items()}
+    assert grown == {"all_reduce_async": 4 * layers, "all_reduce": 2}
+
+
 @pytest.mark.parametrize("lacked", [False, True])
 def test_few_logits_are_gathered_by_one_kernel(tiny, sharing, tmp_path, monkeypatch, lacked):
     """Up to the measured size, with the library's answers to the bit; captured steps, too."""

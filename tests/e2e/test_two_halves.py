@@ -90,4 +90,4 @@ def test_what_divides_no_step_says_so(tiny):
     with LLM(str(tiny), **{**SETTINGS, "tp": 1}, **HALVES) as llm:
         said = banner(llm._assembly, llm._engine.runner)
         assert llm.generate(prompts()[:2], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert "--enable-two-batch-overlap changes nothing: it is for ranks that divide heads" in said
+    assert "--enable-two-batch-overlap changes nothing: there is one rank" in said

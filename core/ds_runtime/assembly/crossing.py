@@ -124,21 +124,32 @@ class Crossing:
         """Which kind of all-reduce sums this many rows of a group of attention."""
         return IN_ORDER if self.in_order else self.sums.kind(rows * self.width)
 
-    def summed(self, rows: int, layers: int, halves: bool = False) -> tuple[str, int, float]:
+    def summed(self, rows: int, layers: int) -> tuple[str, int, float]:
         """The all-reduces of a step in which the largest group of attention has `rows` rows: their
-        kind, their number, and the bytes that a rank receives in them. halves: it runs as two."""
+        kind, their number, and the bytes that a rank receives in them."""
         count = self._sums(layers)
-        if halves:
-            nbytes = received(OVERLAPPED, self.mesh.attn_tp) * rows * self.width
-            return OVERLAPPED, 2 * count, count * nbytes
         return self.sum_kind(rows), count, count * self._share(rows) * rows * self.width
 
-    def received(self, rows: Sequence[int], wanted: int, layers: int) -> float:
+    def overlapped(self, halves: Sequence[int], layers: int) -> Iterator[tuple[str, int, float]]:
+        """The same, by kinds, of a step whose halves have so many rows. The sum of an embedding is
+        waited for at once."""
+        for rows in halves:
+            yield self.sum_kind(rows), 1, self._share(rows) * rows * self.width
+            count = self._sums(layers) - 1
+            share = received(OVERLAPPED, self.mesh.attn_tp)
+            yield OVERLAPPED, count, count * share * rows * self.width
+
+    def received(
+        self, rows: Sequence[int], wanted: int, layers: int, halves: Sequence[int] = ()
+    ) -> float:
         """Bytes that a rank receives in a step of this many rows in each group, of which `wanted`
-        go through the head. Groups are filled up to the one with the most. Rows that fill up
-        captured steps, and those of drafts, are not counted.
+        go through the head. halves: rows of each, where the step is divided. Groups are filled up
+        to the one with the most. Rows that fill up captured steps, and those of drafts, are not
+        counted.
         """
         logits = (self.mesh.tp - 1) / self.mesh.tp * self.logits
+        if halves:
+            return sum(n for *_, n in self.overlapped(halves, layers)) + wanted * logits
         every = self.mesh.attn_dp * max(rows)
         return every * (self.wire(layers, max(rows)).row - logits) + wanted * logits
 

@@ -50,7 +50,7 @@ class EngineConfig:
         (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
     )
     max_loras: int | None = setting(
-        None, "adapters that fit at a time (default: --lora's; 0: none)", least=0, most=1024
+        None, "adapters that fit at a time (default: as many as --lora)", least=0, most=1024
     )
     max_lora_rank: int | None = setting(
         None, "largest rank of an adapter (default: the largest of --lora's, else 16)", least=1
@@ -97,13 +97,14 @@ class EngineConfig:
         "run steps with many tokens of prompts as two halves: while sums of one travel between "
         "ranks that divide heads, the other one computes",
     )
-    dbo_prefill_token_threshold: int = setting(
-        2048, "tokens of prompts from which --enable-two-batch-overlap divides a step", least=2
+    dbo_prefill_token_threshold: int | None = setting(
+        None,
+        "tokens of prompts with which such a step is divided (default: half of --max-step-tokens)",
+        least=2,
     )
     tbo_token_distribution_threshold: float = setting(
         0.48,
-        "share of a step's tokens that each half has at least. If whole sequences give less, one "
-        "is divided (0: none ever is)",
+        "share of a step that each half has at least: else a sequence is divided (0: none ever is)",
         least=0,
         most=0.5,
     )

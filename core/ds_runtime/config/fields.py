@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Any
@@ -11,8 +12,8 @@ from ds_runtime.errors import ConfigError
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A field. group: the heading in the help of this field and of those that follow. also: what
-    words of other engines mean as its value. least, most: the smallest and the largest number, of
-    several each; off: the flag in place of none. choices: all values."""
+    words of other engines mean as its value. least, most: the smallest and the largest number. off:
+    of sizes to capture, the flag for none. choices: all values."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -56,18 +57,18 @@ def check_fields(config: Any) -> None:
 
 
 def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:
-    """Of a number, or of several."""
-    least, most, off = (meta.get(name) for name in ("least", "most", "off"))
-    if least is None:
-        return
-    several = isinstance(value, tuple)
-    low, high = (min(value, default=least - 1), max(value, default=0)) if several else (value,) * 2
-    if low >= least and (most is None or high <= most):
-        return
-    wanted = f"at least {least}" if most is None else f"from {least} to {most:g}"
-    given = ",".join(map(str, value)) if several else value
-    instead = "" if off is None else f"; {flag_of(off)} captures nothing"
-    raise ConfigError(f"{flag} {given}: must be {'numbers of ' * several}{wanted}{instead}")
+    """Of a number, or of several, of which there is one."""
+    least, most = meta.get("least", -math.inf), meta.get("most", math.inf)
+    if isinstance(value, tuple):
+        if "least" in meta and not all(least <= one for one in value or (-math.inf,)):
+            given = ",".join(map(str, value))
+            raise ConfigError(
+                f"{flag} {given}: must be numbers of at least {least}; {flag_of(meta['off'])} "
+                "captures nothing"
+            )
+    elif ("least" in meta or "most" in meta) and not least <= value <= most:
+        wanted = f"from {least} to {most}" if "most" in meta else f"at least {least}"
+        raise ConfigError(f"{flag} {value}: must be {wanted}")
 
 
 def parse_size(text: str) -> int:

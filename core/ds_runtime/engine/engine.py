@@ -31,7 +31,7 @@ from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.limits import SchedulerLimits
 from ds_runtime.engine.schedule.scheduler import Scheduler
 from ds_runtime.engine.speculate.draft_length import Pace
-from ds_runtime.engine.step.halves import divided
+from ds_runtime.engine.step.halves import rows_of
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError
@@ -264,13 +264,16 @@ class Engine:
         layers, most = self.assembly.model.layers, max(groups)
         if not most:
             return
-        self._wire_bytes += self._crossing.received(groups, wanted, layers)
         own = self.assembly.halves
-        halves = own is not None and bool(divided(plan.works, own))
-        kind, count, nbytes = self._crossing.summed(most, layers, halves)
-        if count:
-            self._sums[kind] += count
-            self._sum_bytes[kind] += nbytes
+        halves = () if own is None else rows_of(plan.works, own)
+        self._wire_bytes += self._crossing.received(groups, wanted, layers, halves)
+        kinds = [self._crossing.summed(most, layers)]
+        if halves:
+            kinds = [*self._crossing.overlapped(halves, layers)]
+        for kind, count, nbytes in kinds:
+            if count:
+                self._sums[kind] += count
+                self._sum_bytes[kind] += nbytes
 
     def _hear_waits(self) -> None:
         """What ranks tell of measured steps."""

@@ -58,18 +58,18 @@ class DecoderLayer:
 
         rows: the only ones that are wanted; all are still written to the cache. tail: their order.
         """
-        attended, residual = self.attend(x, residual, step, rows)
-        return self.finish(attended, residual, step.batch, rows, tail)
+        attended, residual = self.run_attention(x, residual, step, rows)
+        return self.run_mlp(attended, residual, step.batch, rows, tail)
 
-    def attend(
+    def run_attention(
         self, x: Summable, residual: Tensor | None, step: LayerStep, rows: Tensor | None = None
     ) -> tuple[Summable, Tensor]:
-        """The first half of a call: (attention's output, residual before it)."""
+        """(attention's output, residual before it) of the rows that are wanted."""
         normed, residual = self.enter(x, residual, step.batch)
         attended = self.attention(normed, step)
         return (attended, residual) if rows is None else (attended[rows], residual[rows])
 
-    def finish(
+    def run_mlp(
         self,
         attended: Summable,
         residual: Tensor,
@@ -77,7 +77,7 @@ class DecoderLayer:
         rows: Tensor | None = None,
         tail: RowOrder | None = None,
     ) -> tuple[Summable, Tensor]:
-        """The second half of a call: (mlp output, residual before it)."""
+        """(mlp output, residual before it) of what `run_attention` gave, with the same rows."""
         if rows is not None:
             if not self.exchange.most(rows.shape[0], tail):
                 return attended, residual
@@ -179,11 +179,11 @@ class DeepSeekModel(LanguageModel):
             for one in passes:
                 step = self._step(layer, caches, one.batch, one.selection)
                 rows = one.few if last else None
-                one.x, one.residual = block.attend(one.x, one.residual, step, rows)
+                one.x, one.residual = block.run_attention(one.x, one.residual, step, rows)
             for one in passes:
                 assert one.residual is not None
                 own = (one.few, one.tail) if last else ()
-                one.x, one.residual = block.finish(one.x, one.residual, one.batch, *own)
+                one.x, one.residual = block.run_mlp(one.x, one.residual, one.batch, *own)
         return [self._end(one, every) for one in passes]
 
     def _begin(self, batch: Batch, every: bool) -> Pass:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,19 +88,25 @@ class HostWait:
 
 
 _Collective = Callable[[Any, Tensor], Tensor]
+_Found = TypeVar("_Found")
 
 
 def _counted(collective: _Collective) -> _Collective:
     @wraps(collective)
     def call(self: Any, x: Tensor) -> Tensor:
-        begin = perf_counter()
-        found = collective(self, x)
-        waited = getattr(self, "waited", None)  # a plugin's class may enter a group in its own way
-        if waited is not None:
-            waited.seconds += perf_counter() - begin
-        return found
+        return _timed(self, lambda: collective(self, x))
 
     return call
+
+
+def _timed(group: Any, run: Callable[[], _Found]) -> _Found:
+    """Run it, and add its seconds to those that the group has waited."""
+    begin = perf_counter()
+    found = run()
+    waited = getattr(group, "waited", None)  # a plugin's class may enter a group in its own way
+    if waited is not None:
+        waited.seconds += perf_counter() - begin
+    return found
 
 
 class TorchCommunicator:
@@ -179,15 +185,13 @@ class TorchCommunicator:
         return y.to(x.dtype)
 
     def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
-        y, begin = self._summable(x), perf_counter()
-        started = dist.all_reduce(y, group=self._group, async_op=True)
-        self.waited.seconds += perf_counter() - begin
+        """The backend's own sum: a subclass with another `all_reduce` overrides this, too."""
+        dtype, y = x.dtype, self._summable(x)
+        work = _timed(self, lambda: dist.all_reduce(y, group=self._group, async_op=True))
 
         def summed() -> Tensor:
-            begin = perf_counter()
-            started.wait()  # of a device's queue, or of the host where that computes
-            self.waited.seconds += perf_counter() - begin
-            return y.to(x.dtype)
+            _timed(self, work.wait)  # of a device's queue, or of the host where that computes
+            return y.to(dtype)
 
         return summed
 

@@ -88,10 +88,11 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum that `all_reduce` makes. It overlaps what is queued after it. Returns a
-        function that returns the sum. What is queued after a call of that waits for the sum. Every
-        rank calls it once, in the order of the sums. `x` must not be used afterwards. Only steps
-        that are not captured start such sums.
+        """Start the sum that `all_reduce` makes, which then overlaps what is queued after it.
+        Returns a function. Calling it returns the sum, and makes what is queued from then on wait
+        for it. Every rank calls each of these functions once, in the order in which it started the
+        sums. Only an error leaves a sum without its call. `x` must not be used afterwards. Steps
+        that are captured start no such sums.
         """
         ...
 

@@ -12,6 +12,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.offline.llm import LLM
 from ds_runtime.sampling_params import SamplingParams
+from parts import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +110,18 @@ def test_drafts_are_taken_back(six, seed):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {"tp": 2},
-        {"tp": 2, "enable_dp_attention": True},
-        {"tp": 4},
-        {"tp": 2, "ep": 2},
-        {"tp": 2, "ep": 2, "enable_dp_attention": True},
-        {"tp": 4, "ep": 2},
-        {"tp": 4, "ep": 2, "enable_dp_attention": True, "dp": 2},
-    ],
+    mostly_slow(
+        [
+            {"tp": 2, "ep": 2, "enable_dp_attention": True},
+            {"tp": 2},
+            {"tp": 2, "enable_dp_attention": True},
+            {"tp": 4},
+            {"tp": 2, "ep": 2},
+            {"tp": 4, "ep": 2},
+            {"tp": 4, "ep": 2, "enable_dp_attention": True, "dp": 2},
+        ],
+        2,
+    ),
     ids=lambda more: " ".join(more),
 )
 def test_ranks_answer_as_one(tmp_path, more):

@@ -193,6 +193,7 @@ def entered():
     sys.setprofile(None)
 
 
+@pytest.mark.slow
 def test_it_compiles_where_it_may_and_never_else(entered):
     """A call like none before runs op by op."""
     from ds_runtime.ops.reference.compiling import compiling, silu_mul

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.step.halves import divided
+from ds_runtime.engine.step.halves import divided, rows_of
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.sums.halves import Halves, why_not
@@ -70,11 +71,13 @@ def test_two_halves_are_the_step(works, least, share):
     assert first and second
     assert tokens(first) + tokens(second) == tokens(works)
     rows = sum(w.length for w in first)
+    assert rows_of(works, Halves(least, share)) == (rows, sum(w.length for w in second))
     assert wanted(first) + [rows + at for at in wanted(second)] == wanted(works)
     assert all(not w.as_decode for w in second), "kernels were told of the step's decode rows once"
     assert [w for w in first if w.as_decode] == [w for w in works if w.as_decode]
     assert before == [(w.start, w.length, w.tokens) for w in works], "the plan is for others, too"
     total, cut = sum(w.length for w in works), len(first) + len(second) > len(works)
+    assert min(rows, total - rows) >= least / 4 or cut
     if cut:
         assert share and abs(2 * rows - total) <= 2 * 64
     elif share:
@@ -109,17 +112,26 @@ def test_places(lengths, fixed, share, found):
     assert Halves(2, share).place(lengths, fixed) == found
 
 
+def test_no_half_is_tiny():
+    assert Halves(1024, 0.0).place([4000, 1], 0) is None
+    assert Halves(1024, 0.0).place([4000, 256], 0) == (1, 0)
+    assert Halves(1024, 0.48).place([4000, 1], 0) == (0, 1984)
+
+
 def test_an_engine_says_why_no_step_is_divided():
     on = {"enable_two_batch_overlap": True}
-    assert Halves.of(EngineConfig(tp=2, **on), hybrid=False) == Halves(2048, 0.48)
+    whole = EngineConfig(tp=2, **on)
+    assert Halves.of(whole, hybrid=False) == Halves(whole.max_step_tokens // 2, 0.48)
     assert Halves.of(EngineConfig(tp=2), hybrid=False) is None
+    long = {"dbo_prefill_token_threshold": 5000}
     for config, hybrid, said in (
-        (EngineConfig(**on), False, "divide heads"),
-        (EngineConfig(tp=2, dp=2, enable_dp_attention=True, **on), False, "divide heads"),
+        (EngineConfig(**on), False, "one rank"),
+        (EngineConfig(tp=4, dp=2, enable_dp_attention=True, **on), False, "--enable-dp-attention"),
         (EngineConfig(tp=2, batch_invariant=True, **on), False, "--batch-invariant"),
         (EngineConfig(tp=2, **on), True, "V4"),
+        (EngineConfig(tp=2, **on, **long), False, "--max-step-tokens 2048 are fewer than .* 5000"),
     ):
-        assert Halves.of(config, hybrid) is None and said in why_not(config, hybrid)
+        assert Halves.of(config, hybrid) is None and re.search(said, why_not(config, hybrid))
 
 
 @pytest.mark.parametrize("share", [-0.1, 0.6, 1.0, float("nan")])

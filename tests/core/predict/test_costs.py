@@ -27,6 +27,7 @@ from ds_runtime.predict.calls import Step, calls, crossed
 from ds_runtime_bench.ops import tune
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform
+from parts import mostly_slow
 
 BANDWIDTH, RATE, FLOOR = 1e9, 1e12, 1e-6
 
@@ -311,8 +312,10 @@ def test_a_device_waits_for_the_host_where_it_is_slower(tmp_path, monkeypatch, q
     )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("queues", [True, False])
+@pytest.mark.parametrize(
+    ("queues", "overlap"),
+    mostly_slow([(True, False), (True, True), (False, False), (False, True)], 1),
+)
 @given(own=st.floats(1e-4, 0.1), queue=st.sampled_from([1e-9, 1e-4, 0.5]))
 def test_without_overlap_the_engines_own_work_is_always_waited_for(
     tmp_path_factory, queues, overlap, own, queue
@@ -484,6 +487,7 @@ def test_on_a_device_that_queues_the_host_and_lasting_load_are_measured(tmp_path
         assert cost.lasting is None or cost.lasting >= 1, name
 
 
+@pytest.mark.slow
 def test_tuned_on_this_machine_a_step_is_predicted(tmp_path, monkeypatch):
     """Costs of ops at other sizes, and a step that was not among them: within a wide bound. Times
     are those of the processor, as others use the machine, too."""

@@ -20,6 +20,7 @@ from ds_runtime.parallel.sums.kinds import ALIGNED, FAST, GATHER_LOGITS, GATHERE
 from ds_runtime.platform.cores import cores
 from ds_runtime_bench.ops import comm, host_steps, tune
 from ds_runtime_cpu.platform import CpuPlatform
+from parts import mostly_slow
 
 CPU = ["--platform", "cpu"]
 
@@ -119,8 +120,18 @@ def test_added_rows_do_not_join_another_place():
         before.with_kernels(other)
 
 
-@pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("flags", [["--shapes", "tiny-v3"], ["--op", "linear"]], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "exists"),
+    mostly_slow(
+        [
+            (["--op", "linear"], True),
+            (["--op", "linear"], False),
+            (["--shapes", "tiny-v3"], True),
+            (["--shapes", "tiny-v3"], False),
+        ],
+        1,
+    ),
+)
 def test_without_a_point_nothing_is_written(own, capsys, tmp_path, flags, exists):
     device, _ = own
     path = tmp_path / "costs.json"

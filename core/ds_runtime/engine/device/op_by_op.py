@@ -65,7 +65,7 @@ class OpByOp:
     def inputs(self, step: _EagerStep) -> None:
         """Send what the step is made of, and tell kernels of it."""
         parts, works = self._parts, step.handle.plan.works
-        # Of no mesh whose groups have sequences of their own.
+        # With --enable-dp-attention there are none, so one row order serves both.
         halves = () if parts.halves is None else divided(works, parts.halves)
         sent = step.sent = Upload(parts.device)
         wanted = step.handle.sort(parts.sampler)
@@ -93,7 +93,7 @@ class OpByOp:
             assert isinstance(parts.model, DeepSeekModel), "see Halves.of"
             found = parts.model.forward_halves(step.halves, parts.caches, step.judges)
             first, rows = step.halves[0], batch.num_tokens
-            # Drafts are in the first half, and prompts move no key.
+            # Drafts, whose keys may move, are in the first half; rows after it are never read.
             spare = 0, 0, 0, rows - first.num_tokens
             batch.index_keys = [pad(keys, spare) for keys in first.index_keys]
         elif graph is None:

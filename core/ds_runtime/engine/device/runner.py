@@ -94,8 +94,7 @@ class Runner:
             self.device,
             self.width,
         )
-        # A token and the drafts behind it, per row, and of one for spare rows of captured steps.
-        places = (self.config.max_running_requests + 1) * self.width
+        places = (self.config.max_running_requests + 1) * self.width  # one row is of no request
         self.last_tokens = torch.zeros(places, dtype=torch.int64, device=self.device)
         inputs = StepInputs(
             self.config.page_size,
@@ -277,8 +276,9 @@ class Runner:
             self.below.move_states(copies)
 
     def _over(self, pages: int) -> OpByOp:
-        """What runs steps over pages of their own, before there are requests."""
-        return OpByOp(replace(self.parts, caches=with_pages(self.caches, pages, self.device)))
+        """What runs whole steps over pages of their own, before there are requests."""
+        caches = with_pages(self.caches, pages, self.device)
+        return OpByOp(replace(self.parts, caches=caches, halves=None))
 
     @torch.inference_mode()
     def put_adapter(self, message: PutAdapter) -> None:

@@ -43,6 +43,13 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
             f"--enable-dp-attention: the communicator of platform {assembly.platform.name} has no "
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
+    if assembly.halves is not None and not hasattr(comm, "all_reduce_async"):
+        comm.close()
+        raise UnsupportedError(
+            "--enable-two-batch-overlap: the communicator of platform "
+            f"{assembly.platform.name} has no all_reduce_async, so no sum overlaps anything: leave "
+            "it out"
+        )
     try:
         shares = not config.disable_custom_all_reduce
         return World(spec.mesh, comm, config.batch_invariant, assembly.sums, shares)

@@ -66,7 +66,6 @@ class BySize(Through):
 
 def later(group: Communicator, x: Tensor) -> Summable:
     """As `BySize.later`, of any group. Within `overlapping` the library's kind is started."""
-    # A communicator that was written before `all_reduce_async` was in the contract has none.
-    if is_overlapping() and hasattr(group, "all_reduce_async"):
+    if is_overlapping():
         return Started(group.all_reduce_async(x), x.shape)
     return group.later(x) if isinstance(group, BySize) else group.all_reduce(x)

@@ -18,8 +18,9 @@ _ALIGNED = 64  # rows of which the first half has a multiple, where it ends insi
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """least: tokens of prompts in a step that is divided. share: where whole sequences would give a
-    half that has less than this of the step, one sequence is divided; 0: none ever is."""
+    """least: tokens of prompts in a step that is divided; no half has fewer than a quarter of that.
+    share: where whole sequences would give a half that has less than this of the step, one sequence
+    is divided; 0: none ever is."""
 
     least: int
     share: float
@@ -29,8 +30,7 @@ class Halves:
         """None where no step is divided. hybrid: the model is one of the V4 family."""
         if why_not(config, hybrid) or not config.enable_two_batch_overlap:
             return None
-        least, share = config.dbo_prefill_token_threshold, config.tbo_token_distribution_threshold
-        return Halves(least, share)
+        return Halves(_least(config), config.tbo_token_distribution_threshold)
 
     def place(self, lengths: Sequence[int], fixed: int) -> tuple[int, int] | None:
         """Where to divide works of these lengths, of which the first `fixed` go together. Returns
@@ -41,7 +41,8 @@ class Halves:
         ends = list(accumulate(lengths))
         total, first = ends[-1], max(fixed, 1)
         at = min(range(first, len(lengths)), key=lambda n: abs(total - 2 * ends[n - 1]), default=0)
-        if at and min(ends[at - 1], total - ends[at - 1]) >= self.share * total:
+        fewest = max(self.share * total, self.least / 4)
+        if at and min(ends[at - 1], total - ends[at - 1]) >= fewest:
             return at, 0
         if not self.share:
             return None
@@ -54,17 +55,28 @@ class Halves:
         return (at, taken) if taken > 0 else (at, 0)
 
     def __str__(self) -> str:
-        inside = f", inside a sequence where one would have less than {self.share:g} of it"
+        inside = f", inside a sequence where one would have less than {self.share} of it"
         return (
             f"steps with {self.least} tokens of prompts or more run as two halves, divided between "
             f"sequences{inside if self.share else ''}"
         )
 
 
+def _least(config: EngineConfig) -> int:
+    """Half of what a step can have, unless it is said."""
+    return config.dbo_prefill_token_threshold or max(2, config.max_step_tokens // 2)
+
+
 def why_not(config: EngineConfig, hybrid: bool) -> str:
     """Why no step of such an engine is divided, or ""."""
-    if Mesh.of(config).attn_tp == 1 or config.enable_dp_attention:
-        return "it is for ranks that divide heads"
+    if config.tp == 1:
+        return "there is one rank"
+    if Mesh.of(config).attn_dp > 1:
+        return "it is not built yet for --enable-dp-attention"
     if config.batch_invariant:
         return "--batch-invariant adds ranks in order, where their parts are due"
-    return "models of the V4 family have no such steps" if hybrid else ""
+    if hybrid:
+        return "models of the V4 family have no such steps"
+    if (most := config.max_step_tokens) < (least := _least(config)):
+        return f"--max-step-tokens {most} are fewer than --dbo-prefill-token-threshold {least}"
+    return ""
