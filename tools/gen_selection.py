@@ -11,12 +11,13 @@ import difflib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from ds_runtime.assembly.plan import Plan
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.table import OPS
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins, load_plugins
 from ds_runtime_kit.devices import fake
 
@@ -43,34 +44,53 @@ VARIED = (  # model, what is set beside it
 )
 
 
-def table() -> str:
-    """The whole text: a section per device, a block per answer, with all models that get it."""
+def table(only: Container[str] | None = None) -> str:
+    """The whole text: a section per device, a block per answer, with all models that get it. only:
+    the sections of these devices."""
     plugins = load_plugins(PLUGINS)
-    lines, refused, archs = [HEAD], dict[str, set[str]](), set[str]()
+    lines, refused, archs = list[str](), dict[str, set[str]](), set[str]()
     with tempfile.TemporaryDirectory() as folder:
         models = dict(_models(Path(folder)))
         for name, platform in sorted(fake.devices(plugins).items()):
-            info = platform.info()
-            lines.append(f"\n## {name}: {info.name} ({platform.name}, {info.arch})\n")
-            answers: dict[str, list[str]] = {}
-            for model, path in models.items():
-                for quantize in FORMATS:
-                    said = _selection(path, name, quantize, plugins)
-                    fmt = "as is" if quantize == "none" else quantize
-                    if said.startswith(REFUSED):
-                        refused.setdefault(said, set()).add(model)
-                        continue
-                    answers.setdefault(said, []).append(f"{model} {fmt}")
-            for said, asked in answers.items():
-                lines.append(f"{', '.join(asked)}:\n{said}")
-            if platform.name != "cpu":
-                lines += _varied(models, name, plugins)
-                known = PUBLISHED[:1] if info.arch in archs else PUBLISHED
-                lines.append(_published([Path(models[model]) for model in known], name, plugins))
-                archs.add(info.arch)
+            arch = platform.info().arch if platform.name != "cpu" else ""
+            if only is None or name in only:
+                first = arch not in archs
+                lines += _section(models, name, platform, first, plugins, refused)
+            archs.add(arch)
+    if only is not None:
+        return "\n".join(lines)
     lines.append("\n## refused, on at least one device\n")
     lines += [f"{', '.join(sorted(models))}:\n{said}" for said, models in sorted(refused.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([HEAD, *lines]) + "\n"
+
+
+def _section(
+    models: dict[str, str],
+    name: str,
+    platform: Platform,
+    first: bool,
+    plugins: Plugins,
+    refused: dict[str, set[str]],
+) -> Iterator[str]:
+    """Of a device. first: no other one of its architecture comes before it. refused: adds to it
+    which models are, by the sentence."""
+    info = platform.info()
+    yield f"\n## {name}: {info.name} ({platform.name}, {info.arch})\n"
+    answers: dict[str, list[str]] = {}
+    for model, path in models.items():
+        for quantize in FORMATS:
+            said = _selection(path, name, quantize, plugins)
+            fmt = "as is" if quantize == "none" else quantize
+            if said.startswith(REFUSED):
+                refused.setdefault(said, set()).add(model)
+                continue
+            answers.setdefault(said, []).append(f"{model} {fmt}")
+    for said, asked in answers.items():
+        yield f"{', '.join(asked)}:\n{said}"
+    if platform.name != "cpu":
+        yield from _varied(models, name, plugins)
+        known = PUBLISHED if first else PUBLISHED[:1]
+        yield _published([Path(models[model]) for model in known], name, plugins)
 
 
 def _models(folder: Path) -> Iterator[tuple[str, str]]:
@@ -155,9 +175,19 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"  {field}: {change}: {because}\n"
 
 
-def difference() -> list[str]:
-    """What a new table would change, as a diff; empty if it is as written."""
-    old, new = TABLE.read_text().splitlines(), table().splitlines()
+def difference(device: str | None = None) -> list[str]:
+    """What a new table would change, as a diff; empty if it is as written. device: of its section
+    alone."""
+    if device is None:
+        old, new = TABLE.read_text(), table()
+    else:
+        begin = f"\n## {device}:"
+        old = begin + TABLE.read_text().partition(begin)[2].partition("\n\n## ")[0]
+        new = table({device})
+    return _diff(old.strip().splitlines(), new.strip().splitlines())
+
+
+def _diff(old: list[str], new: list[str]) -> list[str]:
     return list(difflib.unified_diff(old, new, "written", "now", lineterm="", n=8))
 
 

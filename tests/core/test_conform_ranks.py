@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from functools import cache
 
 import pytest
 import torch
@@ -243,6 +244,7 @@ NORMED = (
 GATHERED = ("the other order", "one column late", "own part alone", "in place", "beyond out")
 
 
+@cache
 def failures(op, fault):
     group, found = Threads(fault), [[], []]
 

@@ -12,6 +12,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.cli.inspect.fit import shortfall
 from ds_runtime.config import EngineConfig
+from parts import mostly_slow
 
 CONFIG = Path(__file__).parent / "model/fixtures/deepseek-v3.json"
 
@@ -22,7 +23,7 @@ def v3(tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(("device", "smallest"), [("h200", 8), ("910b", 32)])
+@pytest.mark.parametrize(("device", "smallest"), mostly_slow([("910b", 32), ("h200", 8)], 1))
 def test_the_smallest_layout_that_fits_is_named_and_fits(v3, capsys, device, smallest):
     plan = ["plan", "--model", v3, "--device", device]
     assert main(plan) == 1

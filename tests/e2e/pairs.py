@@ -73,7 +73,7 @@ def every_pair():
     }
 
 
-def covering(wanted, seed=0, apart=lambda run: False, tries=60):
+def covering(wanted, seed=0, apart=lambda run: False, tries=15):
     """Runs that have all wanted pairs between them, and none that is refused: each is the best of
     some that are drawn at random and then bettered factor by factor. apart: runs that are refused
     as a whole."""

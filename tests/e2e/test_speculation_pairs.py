@@ -162,7 +162,7 @@ def test_with_sequences_divided(made, shape, drafting, divided):
     ("drafting", "divided"),
     [
         pytest.param(CHAIN, DIVIDED, marks=pytest.mark.slow),
-        (TREE, DIVIDED),
+        pytest.param(TREE, DIVIDED, marks=pytest.mark.slow),
         pytest.param(CHAIN, GROUPS, marks=pytest.mark.slow),
         pytest.param(TREE, GROUPS, marks=pytest.mark.slow),
     ],

@@ -16,6 +16,7 @@ from ds_runtime.measured import found
 from ds_runtime.measured.costs import KINDS, Costs, KernelCost, Point
 from ds_runtime.measured.sums import of
 from ds_runtime_bench.ops import comm
+from parts import mostly_slow
 
 SETTINGS = {
     "platform": "sharing",
@@ -119,7 +120,7 @@ def test_a_half_computes_while_sums_of_the_other_travel(tiny, sharing, tmp_path,
     assert grown == {"all_reduce_async": 4 * layers, "all_reduce": 2}
 
 
-@pytest.mark.parametrize("lacked", [False, True])
+@pytest.mark.parametrize("lacked", mostly_slow([False, True], 1))
 def test_few_logits_are_gathered_by_one_kernel(tiny, sharing, tmp_path, monkeypatch, lacked):
     """Up to the measured size, with the library's answers to the bit; captured steps, too."""
     own = costs(device(sharing), 512, 2048)
@@ -146,9 +147,9 @@ def test_few_logits_are_gathered_by_one_kernel(tiny, sharing, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("lacked", "left"),
     [
-        ("1 one_shot two_shot", ()),
+        pytest.param("1 one_shot two_shot", (), marks=pytest.mark.slow),
         pytest.param("0 one_shot two_shot", (), marks=pytest.mark.slow),
-        pytest.param("1 one_shot", (("two_shot", 2048),), marks=pytest.mark.slow),
+        ("1 one_shot", (("two_shot", 2048),)),
         pytest.param("0 two_shot", (("one_shot", 512),), marks=pytest.mark.slow),
     ],
 )

@@ -20,6 +20,7 @@ from ds_runtime_cuda.platform import CudaPlatform
 from ds_runtime_npu.platform import NpuPlatform
 from ds_runtime_rocm.platform import RocmPlatform
 from ds_runtime_xpu.platform import XpuPlatform
+from parts import mostly_slow
 
 
 def worker(rank: int, size: int, address: str, results) -> None:
@@ -66,7 +67,7 @@ def spread(function, size: int, folder):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", mostly_slow([2, 3], 1))
 def test_every_collective(tmp_path, size):
     found = spread(worker, size, tmp_path)
     total = float(sum(2 + r for r in range(size)))

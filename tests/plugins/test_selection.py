@@ -11,6 +11,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu import isa, machine
 from ds_runtime_kit.devices import fake
+from parts import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 NAMED = (
@@ -19,9 +20,22 @@ NAMED = (
 )
 
 
-def test_the_table_is_as_written():
-    changed = "\n".join(gen_selection.difference())
+@pytest.mark.parametrize(
+    "device", mostly_slow(["h200", "mi300x", "910b", "b580", "epyc-9755", "b200", None], 6)
+)
+def test_the_table_is_as_written(device):
+    """A device of each platform; all of them take minutes."""
+    changed = "\n".join(gen_selection.difference(device))
     assert not changed, f"run tools/gen_selection.py and review the diff:\n{changed}"
+
+
+def test_a_section_that_differs_is_told(monkeypatch, tmp_path):
+    other = tmp_path / "selection.txt"
+    text = gen_selection.TABLE.read_text()
+    begin = text.index("\n## graviton4:")
+    other.write_text(text[:begin] + text[begin:].replace("cpu.", "gpu.", 1))
+    monkeypatch.setattr(gen_selection, "TABLE", other)
+    assert [line for line in gen_selection.difference("graviton4") if line.startswith("-  ")]
 
 
 def test_every_plugin_with_a_platform_describes_devices():
