@@ -93,6 +93,10 @@ class ServerConfig:
         "calls of functions that the client did not offer: passed on, or dropped",
         choices=("keep", "drop"),
     )
+    stream_response_default_include_usage: bool = setting(
+        False,
+        "end every stream with the token counts, unless the request says include_usage: false",
+    )
     routes: tuple[str, ...] = setting((), "plugins whose HTTP routes are added (comma separated)")
     log_level: str = setting(
         "info", "least important lines to write", choices=LOG_LEVELS, group="observability"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 from fake_engine import EOS
+from server_harness import serving
 
 
 @pytest.fixture
@@ -95,6 +96,31 @@ def test_stream_with_usage(client):
     assert len({c.id for c in chunks}) == 1
     without = list(ask(client, order, stream=True))
     assert all(c.choices for c in without)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (None, True),
+        ({}, True),
+        ({"include_usage": None}, True),
+        ({"include_usage": True}, True),
+        ({"include_usage": False}, False),
+        ({"continuous_usage_stats": True}, True),
+    ],
+    ids=str,
+)
+def test_a_server_may_end_every_stream_with_usage(bpe_folder, options, told):
+    more = {} if options is None else {"stream_options": options}
+    with (
+        serving(bpe_folder, stream_response_default_include_usage=True) as served,
+        openai.OpenAI(base_url=served.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        chunks = list(ask(client, "[say a b]", stream=True, **more))
+        assert (chunks[-1].usage is not None) == told == (chunks[-1].choices == [])
+        assert ask(client, "[say a b]").usage.completion_tokens > 0, "no stream"
+        text = client.completions.create(model="fake", prompt="[say a b]", stream=True, **more)
+        assert ([*text][-1].usage is not None) == told
 
 
 EACH = {"include_usage": True, "continuous_usage_stats": True}

@@ -39,11 +39,9 @@ API: Mapping[str, str | Spelling] = {
     **ends("completions have no template: leave it out", "--completion-template X"),
     **ends("thinking is not held to a grammar: leave it out", "--enable-strict-thinking"),
     **ends("the server runs no tools: clients run them", "--tool-server X"),
-    **ignored(
-        "a request asks for it: stream_options.include_usage",
-        """
-        --enable-force-include-usage  --stream-response-default-include-usage
-        """,
+    "--enable-force-include-usage": Spelling(
+        "is --stream-response-default-include-usage here",
+        {"stream_response_default_include_usage": "True"},
     ),
     **ignored(
         "not needed: usage always says it",

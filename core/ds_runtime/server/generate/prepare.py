@@ -141,7 +141,7 @@ def chat_job(
         prompt_logprobs=body.prompt_logprobs,
     )
     if form is None:
-        name, usage = adapter or model.name, _streamed_usage(body)
+        name, usage = adapter or model.name, _streamed_usage(body, service.config)
         form = ChatFormat(name, tokenizer, bool(body.logprobs), usage, bool(body.return_token_ids))
     prompt = chat_prompt(body, model.template, tokenizer, ready)
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
@@ -207,7 +207,7 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
         logprobs=body.logprobs,
         prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
-    usage, wished = _streamed_usage(body), body.logprobs is not None
+    usage, wished = _streamed_usage(body, service.config), body.logprobs is not None
     form = CompletionFormat(
         adapter or model.name,
         tokenizer,
@@ -282,10 +282,14 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _streamed_usage(body: OpenAIRequest) -> UsageChunks:
+def _streamed_usage(body: OpenAIRequest, config: ServerConfig) -> UsageChunks:
     options = body.stream_options
-    if options is None or not options.include_usage:
+    wanted = None if options is None else options.include_usage
+    if wanted is None and body.stream:
+        wanted = config.stream_response_default_include_usage
+    if not wanted:
         return UsageChunks.NONE
     if not body.stream:
         raise RequestError.of("stream_options", " needs stream: true")
-    return UsageChunks.EACH if options.continuous_usage_stats else UsageChunks.LAST
+    each = options is not None and options.continuous_usage_stats
+    return UsageChunks.EACH if each else UsageChunks.LAST
