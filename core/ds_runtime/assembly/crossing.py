@@ -131,8 +131,8 @@ class Crossing:
         return self.sum_kind(rows), count, count * self._share(rows) * rows * self.width
 
     def overlapped(self, halves: Sequence[int], layers: int) -> Iterator[tuple[str, int, float]]:
-        """The same, by kinds, of a step whose halves have so many rows. The sum of an embedding is
-        waited for at once."""
+        """The same by kinds, of a divided step. halves: the rows of each. The sum of an embedding
+        is waited for at once."""
         for rows in halves:
             yield self.sum_kind(rows), 1, self._share(rows) * rows * self.width
             count = self._sums(layers) - 1

@@ -14,7 +14,8 @@ from ds_runtime.engine.process.launch import _events
 from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.parallel.sums.halves import Halves
 from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS
 from ds_runtime_kit.models.tiny import write_tiny
 
@@ -48,7 +49,9 @@ def specs(tp, dp):
 
 def test_devices_are_numbered_through_and_groups_by_themselves():
     platform = Devices()
-    assembly = SimpleNamespace(platform=platform, config=EngineConfig(tp=2), sums=LIBRARY_SUMS)
+    assembly = SimpleNamespace(
+        platform=platform, config=EngineConfig(tp=2), sums=LIBRARY_SUMS, halves=None
+    )
     every = specs(tp=2, dp=2)
     joined = [join(spec, assembly) for spec in every[:3]]
     assert platform.told == [(0, 4), (1, 4), (2, 4)]
@@ -59,6 +62,27 @@ def test_devices_are_numbered_through_and_groups_by_themselves():
         join(every[3], assembly)
     with pytest.raises(ConfigError, match=r"^--tp 4: 4 devices .* only 0 to 2; give less"):
         join(specs(tp=4, dp=1)[3], assembly)
+
+
+def test_a_communicator_that_starts_no_sums_is_refused_where_they_would_overlap():
+    closed = []
+
+    class Old(Devices):
+        name = "old"
+
+        def communicator(self, *given):
+            made = super().communicator(*given)
+            made.close = lambda: closed.append(made)
+            return made
+
+    config = EngineConfig(tp=2, enable_two_batch_overlap=True)
+    assembly = SimpleNamespace(
+        platform=Old(), config=config, sums=LIBRARY_SUMS, halves=Halves.of(config, hybrid=False)
+    )
+    said = r"--enable-two-batch-overlap: .* platform old has no all_reduce_async.*leave it out"
+    with pytest.raises(UnsupportedError, match=said):
+        join(specs(tp=2, dp=1)[0], assembly)
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
