@@ -131,7 +131,8 @@ def test_an_engine_that_is_killed_leaves_what_another_may_read(tiny, tmp_path, p
     """Whatever it was writing. Two of them share the folder."""
     folder = tmp_path / "cache"
     command = [sys.executable, "-c", textwrap.dedent(LOOP), str(tiny), str(folder)]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     both = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) for _ in range(2)]
     until = time.monotonic() + 90
     while len(list(folder.glob("*/*.page"))) < pages:
