@@ -48,7 +48,7 @@ hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 and of vLL
 * A sentence marked "refused" ends the start.
 * A value marked "accepted" asks for what is so anyway.
 * A flag without a value may have `no-` in front, where it turns something on or changes nothing.
-* A key of an object may follow a dot: `--compilation-config.mode 3` is `--compilation-config mode=3`.
+* A key may follow a dot: `--compilation-config.mode 3` is `--compilation-config mode=3`.
 * vLLM's short names, such as `-tp 8` and `-O3`, stand for their long ones.
 
 A name that is neither here nor in [Flags](flags.md) ends the start as unknown, with the nearest
