@@ -41,13 +41,15 @@ def known_flags(note: str) -> str:
 
 FLAGS_HEAD = """\
 Flags have SGLang's names. vLLM's names for the same are accepted, too. Underscores may stand for
-hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 is known.
+hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 and of vLLM 0.33.0 is known.
 
 * A flag in the right column is the setting that the left one sets.
 * A sentence is printed, and the start continues.
 * A sentence marked "refused" ends the start.
 * A value marked "accepted" asks for what is so anyway.
 * A flag without a value may have `no-` in front, where it turns something on or changes nothing.
+* A key may follow a dot: `--compilation-config.mode 3` is `--compilation-config mode=3`.
+* vLLM's short names, such as `-tp 8` and `-O3`, stand for their long ones.
 
 A name that is neither here nor in [Flags](flags.md) ends the start as unknown, with the nearest
 known name.

@@ -59,17 +59,19 @@ def seconds(*command: str) -> tuple[float, float]:
 
 
 def test_help_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under 0.4 s on a core of its own; a neighbour's share is taken off by a loop beside it.
+    """Under 0.4 s on a core of its own; a neighbour's share is taken off by a loop in front of it.
+    A core that needs more than 0.1 s for the loop has as much more time.
 
     Modules are compiled, as they are from the second start on, or after an installation.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     seconds("-m", "ds_runtime", "--help")
-    runs = []
+    runs, loops = [], []
     for _ in range(5):
         took, busy = seconds("-c", "sum(range(4_000_000))")
         runs.append(seconds("-m", "ds_runtime", "--help")[0] * min(1.0, busy / took))
-    assert min(runs) < 0.4, runs
+        loops.append(busy)
+    assert min(runs) < 0.4 * max(1.0, min(loops) / 0.1), (runs, loops)
 
 
 BLOCKED = """
@@ -256,7 +258,7 @@ def test_an_unknown_flag_is_named_before_its_value(
     parser: argparse.ArgumentParser, capsys: Capture
 ) -> None:
     """Of every verb, also where the value could be the verb below it or its model."""
-    for flag in ("-tp", "--no-such-flag", "--model.x"):
+    for flag in ("-nosuch", "--no-such-flag", "--no-such.x"):
         with pytest.raises(SystemExit):
             parser.parse_args([flag, "8"])
         err = capsys.readouterr().err

@@ -27,6 +27,12 @@ OPPOSITES = [
     ("--log-requests", "--no-access-log"),
     ("--enforce-eager", "--no-enforce-eager"),
     ("--enable-expert-parallel", "--no-enable-expert-parallel"),
+    ("--enable-expert-parallel", "--disable-expert-parallel"),
+    ("--enable-prefix-caching", "--disable-prefix-caching"),
+    ("--enable-chunked-prefill", "--disable-chunked-prefill"),
+    ("--enable-dbo", "--disable-dbo"),
+    ("--disable-custom-all-reduce", "--enable-custom-all-reduce"),
+    ("--disable-uvicorn-access-log", "--enable-uvicorn-access-log"),
     ("--enable-expert-distribution-metrics", "--no-enable-expert-distribution-metrics"),
 ]
 

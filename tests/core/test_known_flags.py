@@ -385,7 +385,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, name, tmp_path):
     one = "2" if "1" in KNOWN[flag].values else "1"
     meant = {"none": "true", "one": one, "many": "[a=/a]"}[KNOWN[flag].takes]
     own = {"memory_utilization": "0.9", "max_step_tokens": "9", "ep": "2", "policy": "fifo"}
-    own |= {"dp": "4", "chunked_prefill_size": "9"}
+    own |= {"dp": "4", "chunked_prefill_size": "9", "max_queued_requests": "9"}
     own = own.get(name) or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):

@@ -87,6 +87,8 @@ class Parser(argparse.ArgumentParser):
         found, extra = super().parse_known_args(self._given, namespace)
         if extra:
             flag = extra[0].partition("=")[0]
+            if ("--api-key", extra[0]) in zip(self._given, self._given[2:], strict=False):
+                self.error("--api-key takes one key: write the flag again in front of the next")
             if not flag.startswith("-") and "served_model_name" in found:
                 one = f"--served-model-name takes one name, here {found.served_model_name}"
                 self.error(f"unknown argument {flag}; {one}")

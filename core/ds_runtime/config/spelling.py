@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -42,6 +43,35 @@ class Spelling:
     weak: bool = False
 
 
+# Short names of flags. A digit may follow -O.
+SHORT: Mapping[str, str] = {
+    "-ac": "--attention-config",
+    "-asc": "--api-server-count",
+    "-cc": "--compilation-config",
+    "-dc": "--diffusion-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpa": "--data-parallel-address",
+    "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpl": "--data-parallel-size-local",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpr": "--data-parallel-start-rank",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-pcp": "--prefill-context-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-r": "--node-rank",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
+    "-O": "--optimization-level",
+}
+
+
 def nothing(says: str, takes: str = "none") -> Spelling:
     """Returns the Spelling of a flag that changes nothing here. says: why. takes: as Spelling's."""
     return Spelling(says, takes=takes)
@@ -58,6 +88,14 @@ def opposite(flag: str) -> str:
     """`--no-x` of `--x`, and `--x` of `--no-x`. The last of both on a command line counts."""
     name = flag.removeprefix("--")
     return f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
+
+
+def _turned(flag: str) -> Iterator[str]:
+    """Flags that ask for the opposite."""
+    yield opposite(flag)
+    on, off = "--enable-", "--disable-"
+    if flag.startswith((on, off)):
+        yield flag.replace(on, off) if flag.startswith(on) else flag.replace(off, on)
 
 
 _NARGS: Mapping[str, int | str | None] = {"none": 0, "one": None, "many": "*", "numbers": "*"}
@@ -96,7 +134,8 @@ class Known(argparse.Action):
         """Sets what the flag means with these values."""
         given = ",".join(map(str, several))
         meant = self.spelling.values.get(given, self.spelling)
-        flag = self.option_strings[0] + (f" {given}" if given else "")
+        flag = self.option_strings[0]
+        flag += f" {given}" if given and not flag.endswith("-token") else ""  # that is a secret
         if meant.refused:
             raise ConfigError(f"{flag}: {meant.says}")
         for name, text in meant.sets.items():
@@ -112,7 +151,8 @@ class Known(argparse.Action):
                 if meant.weak:
                     namespace.weak = {**getattr(namespace, "weak", {}), **vars(target)}
         notes = [*getattr(namespace, "notes", ())]
-        notes = [n for n in notes if not n.startswith(f"{opposite(self.option_strings[0])}:")]
+        turned = tuple(f"{name}:" for name in _turned(self.option_strings[0]))
+        notes = [n for n in notes if not n.startswith(turned)]
         if meant.says:
             notes.append(f"{flag}: {meant.says}")
         if notes or "notes" in namespace:
@@ -264,13 +304,30 @@ def engines(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from engines(child)
 
 
+def _holds_text(action: argparse.Action | None) -> bool:
+    return isinstance(action, Known) and action.nargs is None
+
+
 def hyphenated(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
-    """The arguments with underscores in flags as hyphens, where that makes a known flag."""
-    found = []
-    for arg in args:
+    """The arguments with flags as they are known here: with hyphens for underscores, short names
+    written out, and `--x.y 1` as `--x y=1`, where that makes a known flag.
+    """
+    found: list[str] = []
+    words = iter(args)
+    for arg in words:
+        known = parser._option_string_actions
         flag, equals, value = arg.partition("=")
-        plain = flag.replace("_", "-")
-        if flag.startswith("--") and flag not in parser._option_string_actions:
-            flag = plain if plain in parser._option_string_actions else flag
+        if re.fullmatch(r"-O\d", flag):
+            flag, equals, value = "-O", "=", flag[2:]
+        plain = SHORT.get(flag, flag.replace("_", "-"))
+        if arg == "--":
+            return [*found, arg, *words]
+        if flag not in known and plain in known and (flag.startswith("--") or flag in SHORT):
+            flag = plain
+        name, dot, key = flag.partition(".")
+        name = SHORT.get(name, name.replace("_", "-"))
+        if dot and flag not in known and _holds_text(known.get(name)):
+            value = value if equals else next(words, "")
+            flag, equals, value = name, "=", f"{key}={value}"
         found.append(flag + equals + value)
     return found

@@ -56,7 +56,27 @@ FLAGS: Mapping[str, str | Spelling] = {
     ),
     "--enable-cudagraph-gc": nothing("the engine's garbage collection has no options"),
     "--enable-profile-cuda-graph": nothing("a server's /start_profile writes traces"),
-    "--enable-layerwise-nvtx-marker": nothing("a server's /start_profile writes traces"),
+    **dict.fromkeys(
+        (
+            "--enable-layerwise-nvtx-marker",
+            "--enable-layerwise-nvtx-tracing",
+            "--disable-layerwise-nvtx-tracing",
+        ),
+        nothing("a server's /start_profile writes traces"),
+    ),
+    "--cudagraph-metrics": refused("/metrics has what docs/metrics.md lists: leave it out"),
+    **dict.fromkeys(
+        ("--enable-cumem-allocator", "--disable-cumem-allocator"),
+        nothing("memory is allocated in one way here"),
+    ),
+    **dict.fromkeys(
+        ("--enable-nccl-comm-suspend", "--disable-nccl-comm-suspend"),
+        nothing("an engine without requests keeps its memory"),
+    ),
+    **dict.fromkeys(
+        ("--disable-nccl-for-dp-synchronization", "--enable-nccl-for-dp-synchronization"),
+        nothing("ranks agree on a step in one way here"),
+    ),
     "--debug-cuda-graph": Spelling("is --disable-graph here", {"disable_graph": "True"}),
     **dict.fromkeys(
         (
@@ -74,6 +94,7 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--flashinfer-mxfp4-moe-precision": nothing("--pin experts=KERNEL chooses the kernel", "one"),
     "--flashinfer-mla-disable-ragged": nothing("--pin mha_prefill=KERNEL chooses the kernel"),
     "--disable-flashinfer-autotune": nothing("nothing is tuned while serving"),
+    "--enable-flashinfer-autotune": nothing("nothing is tuned while serving"),
     "--flashinfer-autotune-skip-ops": nothing("nothing is tuned while serving", "many"),
     "--enable-nvidia-megakernel": nothing("a step is a captured graph of kernels"),
     "--nccl-init-addr": "dist_init_addr",
@@ -82,8 +103,10 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--enforce-disable-flashinfer-allreduce-fusion": nothing(_SUMS),
     "--flashinfer-allreduce-fusion-backend": nothing(_SUMS, "one"),
     "--pre-warm-nccl": nothing("steps are captured and tried before the port opens"),
-    "--base-gpu-id": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
-    "--gpu-id-step": refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
+    **dict.fromkeys(
+        ("--base-gpu-id", "--gpu-id-step", "--device-ids"),
+        refused("is the variable CUDA_VISIBLE_DEVICES here", "one"),
+    ),
     "--nccl-port": nothing("ranks of one machine find each other", "one"),
 }
 

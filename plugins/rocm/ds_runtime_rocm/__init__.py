@@ -17,6 +17,7 @@ FLAGS: Mapping[str, str | Spelling] = {
         nothing("what ds-runtime tune comm has measured decides how ranks add up"),
     ),
     "--enable-amd-monokernel": nothing(_STEPS),
+    "--monokernel": nothing(_STEPS),
     "--monokernel-backend": nothing(_STEPS, "one"),
 }
 

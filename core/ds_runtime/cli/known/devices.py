@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ds_runtime.cli.known.notation import ends, ignored
-from ds_runtime.config.spelling import GIVEN, Spelling
+from ds_runtime.config.spelling import DEFAULT, GIVEN, Spelling
 
 _EVERY_PART = Spelling(
     "is --ep 0 here, as many parts as --tp, unless --ep says how many", {"ep": "0"}, weak=True
@@ -36,6 +36,12 @@ RANKS: Mapping[str, str | Spelling] = {
     "--attention-data-parallel-size": _GROUPS,
     "--device": "platform",
     "--master-addr": "dist_init_addr",
+    "--distributed-timeout-seconds": "dist_timeout",
+    "--enable-custom-all-reduce": Spelling(
+        "is so here unless --disable-custom-all-reduce follows",
+        {"disable_custom_all_reduce": "False"},
+    ),
+    **ignored("--dist-timeout is for all ranks", "--cpu-distributed-timeout-seconds N"),
     **ends(_STAGES, "--pp-size 1|N --pipeline-parallel-size 1|N"),
     **ignored(
         "stages of layers are not built yet",
@@ -68,7 +74,8 @@ RANKS: Mapping[str, str | Spelling] = {
         "ranks that divide one sequence are not built yet",
         """
         --dcp-comm-backend X  --[no-]dcp-replicate-q-proj  --enable-cp-decode-attn-tp
-        --enable-dsa-cache-layer-split
+        --enable-dsa-cache-layer-split  --dcp-q-replicate
+        --dcp-kv-cache-interleave-size N  --cp-kv-cache-interleave-size N
         """,
     ),
     **ends("cached pages are not divided among ranks: leave it out", "--enable-kv-cache-sharding"),
@@ -85,11 +92,24 @@ RANKS: Mapping[str, str | Spelling] = {
         """
         --enable-attn-tp-input-scattered  --disable-attn-tp-gather  --enable-layernorm-sp
         --enable-dense-mlp-attn-tp  --enable-shared-experts-attn-tp
-        --enable-dp-attention-local-control-broadcast
+        --enable-dp-attention-local-control-broadcast  --enable|disable-hc-sp
+        --enable|disable-batch-sharded-sampling
         """,
     ),
+    **ignored("ranks agree on every step", "--dp-sync-interval N"),
     **ignored("ranks are processes of the server", "--distributed-executor-backend X"),
-    **ignored("replicas are processes of the server", "--data-parallel-backend X"),
+    **ignored(
+        "replicas are processes of the server",
+        """
+        --data-parallel-backend X  --data-parallel-supervisor-port N
+        --dp-supervisor-probe-interval-s N  --dp-supervisor-probe-timeout-s N
+        --dp-supervisor-probe-failure-threshold N
+        """,
+    ),
+    **ignored(
+        "--on-engine-death says what follows when an engine dies",
+        "--enable|disable-fault-tolerance --fault-tolerance-config X",
+    ),
     **ends("ranks are processes of the server: leave it out", "--use-ray"),
     **ends("a rank does not wait for a word from outside: leave it out", "--gated-launch-port N"),
     **ends(
@@ -97,7 +117,7 @@ RANKS: Mapping[str, str | Spelling] = {
         """
         --data-parallel-size-local N  --data-parallel-address X  --data-parallel-rpc-port N
         --data-parallel-rank N  --data-parallel-start-rank N  --data-parallel-hybrid-lb
-        --data-parallel-external-lb
+        --data-parallel-external-lb  --data-parallel-multi-port-external-lb
         """,
     ),
     **ignored(
@@ -109,6 +129,9 @@ EXPERTS: Mapping[str, str | Spelling] = {
     "--expert-parallel-size": "ep",
     "--enable-ep-moe": _EVERY_PART,
     "--enable-expert-parallel": _EVERY_PART,
+    "--disable-expert-parallel": Spelling(
+        "is so unless --ep says otherwise", {"ep": DEFAULT}, weak=True
+    ),
     "--enable-expert-distribution-metrics": Spelling(
         "is --expert-metrics here", {"expert_metrics": "True"}
     ),
@@ -116,7 +139,7 @@ EXPERTS: Mapping[str, str | Spelling] = {
     **ignored(
         "copies of experts that many tokens choose are not built yet: every expert is held once",
         """
-        --enable-eplb  --eplb-config X  --num-redundant-experts N  --eplb-algorithm X
+        --enable|disable-eplb  --eplb-config X  --num-redundant-experts N  --eplb-algorithm X
         --expert-placement-strategy X  --ep-num-redundant-experts N  --ep-dispatch-algorithm X
         --init-expert-location X  --eplb-rebalance-num-iterations N
         --eplb-rebalance-layers-per-chunk N  --eplb-min-rebalancing-utilization-threshold N
@@ -141,7 +164,7 @@ EXPERTS: Mapping[str, str | Spelling] = {
         """
         --elastic-ep-backend none|X  --elastic-ep-join-mode X  --elastic-ep-join-rank-offset N
         --elastic-ep-initial-size N  --elastic-ep-scale-timeout N  --max-ep-size N
-        --enable-elastic-expert-backup
+        --enable-elastic-expert-backup  --enable|disable-elastic-ep  --elastic-ep-max-dp-size N
         """,
     ),
     **ends(
@@ -163,6 +186,10 @@ APART: Mapping[str, str | Spelling] = {
     "--enable-dbo": Spelling(
         "is --enable-two-batch-overlap here", {"enable_two_batch_overlap": "True"}
     ),
+    "--disable-dbo": Spelling(
+        "is so unless --enable-two-batch-overlap follows", {"enable_two_batch_overlap": "False"}
+    ),
+    **ignored("--enable-two-batch-overlap makes two halves of a step", "--ubatch-size N"),
     **ignored(
         "steps without prompts run as one batch: halves would read weights twice",
         "--dbo-decode-token-threshold N",
@@ -174,7 +201,7 @@ APART: Mapping[str, str | Spelling] = {
         f"{_APART}: leave it out",
         """
         --disaggregation-mode null|X  --kv-transfer-config X  --enable-pd-role-switch
-        --enable-pdmux
+        --enable-pdmux  --enable|disable-scale-out  --tokens-only
         """,
     ),
     **ignored(

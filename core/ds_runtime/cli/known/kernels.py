@@ -20,6 +20,7 @@ KERNELS: Mapping[str, str | Spelling] = {
     "--dsa-prefill-backend": "nsa_prefill_backend",
     "--dsa-decode-backend": "nsa_decode_backend",
     "--dsa-topk-backend": "nsa_topk_backend",
+    "--sparse-indexer-topk-backend": "nsa_topk_backend",
     "--moe-backend": "moe_runner_backend",
     **ends("is --attention-backend PROVIDER here", "--attention-config X"),
     **ends(
@@ -29,6 +30,7 @@ KERNELS: Mapping[str, str | Spelling] = {
         --linear-backend auto|X
         """,
     ),
+    **ends("is --pin OP=KERNEL here", "--kernel-config X --ir-op-priority X"),
     **ends("is --pin mha_prefill=KERNEL here", "--prefill-attention-backend X"),
     **ends("is --pin mla_decode=KERNEL here", "--decode-attention-backend X"),
     **ends(
@@ -43,6 +45,7 @@ KERNELS: Mapping[str, str | Spelling] = {
         """
         --enable-lean-attention  --[no-]enable-dsa-fused-indexer
         --[no-]enable-fused-qk-norm-rope  --enable-w4a4-mxfp4-megamoe
+        --disable|enable-cascade-attn
         """,
     ),
     **ends(
@@ -72,5 +75,12 @@ KERNELS: Mapping[str, str | Spelling] = {
         --disable-chunked-prefix-cache  --prefill-kv-cache-dequant-dtype X
         """,
     ),
-    **ignored("the platform's plugin has the sampler", "--sampling-backend X"),
+    **ignored("the platform's plugin has the sampler", "--sampling-backend X --use-fp64-gumbel"),
+    **ends(
+        "attention reads as the model's config says: leave it out",
+        "--disable|enable-sliding-window",
+    ),
+    **ends(
+        "platforms have flags of their own: ds-runtime serve --help-all", "--additional-config {}|X"
+    ),
 }

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from ds_runtime.cli.known.notation import ends, ignored
 from ds_runtime.config.spelling import GIVEN, Spelling
 
+_UTILIZATION = Spelling(
+    "includes what steps need besides weights and KV cache; here it is --memory-utilization",
+    {"memory_utilization": GIVEN},
+    takes="one",
+)
 _DEVICE = "weights stay on the device"
 _TIERS = "is --enable-hierarchical-cache here, with --disk-cache DIR for the disk"
 
@@ -61,13 +66,13 @@ TIERS: Mapping[str, str | Spelling] = {
     ),
 }
 CACHE: Mapping[str, str | Spelling] = {
-    "--gpu-memory-utilization": Spelling(
-        "includes what steps need besides weights and KV cache; here it is --memory-utilization",
-        {"memory_utilization": GIVEN},
-        takes="one",
-    ),
+    "--gpu-memory-utilization": _UTILIZATION,
+    "--device-memory-utilization": _UTILIZATION,
     "--block-size": "page_size",
     "--no-enable-prefix-caching": Spelling(
+        "is --disable-radix-cache here", {"disable_radix_cache": "True"}
+    ),
+    "--disable-prefix-caching": Spelling(
         "is --disable-radix-cache here", {"disable_radix_cache": "True"}
     ),
     "--enable-prefix-caching": Spelling(
@@ -78,7 +83,8 @@ CACHE: Mapping[str, str | Spelling] = {
     **ends(
         f"{_DEVICE}: leave it out",
         """
-        --enable-sleep-mode  --enable-memory-saver  --cpu-offload-gb N  --offload-group-size -1|N
+        --enable|disable-sleep-mode  --enable-memory-saver  --cpu-offload-gb 0|N
+        --offload-group-size 0|-1|N
         """,
     ),
     **ignored(
@@ -86,6 +92,9 @@ CACHE: Mapping[str, str | Spelling] = {
         """
         --offload-num-in-group N  --offload-prefetch-step N  --offload-mode X
         --enable-weights-cpu-backup  --enable-draft-weights-cpu-backup
+        --offload-backend X  --offload-params X...  --cpu-offload-params X...
+        --sleep-mode-backend X  --sleep-mode-offload-cudagraph
+        --sleep-preserve-parameter-names X...
         """,
     ),
     **ignored("not needed: a request that is preempted is computed again", "--swap-space N"),
@@ -93,15 +102,19 @@ CACHE: Mapping[str, str | Spelling] = {
         "each group of the cache has the layout that its kernels read",
         """
         --enable-page-major-kv-layout  --enable-unified-memory  --disable-hybrid-swa-memory
-        --swa-full-tokens-ratio N  --swa-prefix-tails N
+        --swa-full-tokens-ratio N  --swa-prefix-tails N  --disable|enable-hybrid-kv-cache-manager
         """,
     ),
     **ignored(
         "a prompt that finds its beginning loads kept states: --state-snapshots",
         """
         --enable-encoder-swa-bounded-replay  --[no-]enable-decoder-swa-bounded-replay
+        --[no-]swa-bounded-replay  --prefix-cache-retention-interval N
         """,
     ),
+    **ignored("a prompt finds whole pages: --page-size", "--prefix-match-unit N"),
+    **ignored("pages are found by SHA-256 of their tokens", "--prefix-caching-hash-algo X"),
+    **ends("all layers' keys have one dtype: leave it out", "--kv-cache-dtype-skip-layers X..."),
     **ends("sessions are not kept: leave it out", "--enable-streaming-session"),
     **ignored("sessions are not kept", "--enable-session-radix-cache"),
 }

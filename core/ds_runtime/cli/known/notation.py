@@ -3,6 +3,7 @@
 * `--flag` takes no value, `--flag X` one, `--flag X...` any number, and `--flag N...` of numbers.
 * `--flag none|X` accepts `none` in silence, because it asks for nothing.
 * `--[no-]flag` is two flags. The second is always accepted, because it asks for what is so anyway.
+* `--enable|disable-flag` is such a pair, too, and so is `--disable|enable-flag`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def _flags(usage: str, meant: Spelling, off: Spelling) -> Iterator[tuple[str, Sp
         if not word.startswith("--"):
             continue
         name = word.replace("[no-]", "")
+        first, bar, second = name.partition("|")
+        if bar:
+            word = name = f"{first}-{second.partition('-')[2]}"
         if after.startswith("--"):
             yield name, meant
         else:
@@ -38,3 +42,5 @@ def _flags(usage: str, meant: Spelling, off: Spelling) -> Iterator[tuple[str, Sp
             yield name, replace(meant, takes=takes, values=dict.fromkeys(accepted, silent))
         if name != word:
             yield f"--no-{name.removeprefix('--')}", off
+        if bar:
+            yield f"--{second}", off

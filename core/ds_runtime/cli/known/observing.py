@@ -16,11 +16,14 @@ LOGS: Mapping[str, str | Spelling] = {
     "--no-enable-log-requests": _QUIET,
     "--disable-uvicorn-access-log": _QUIET,
     "--enable-log-requests": _LOGGED,
+    "--enable-uvicorn-access-log": _LOGGED,
+    "--no-disable-uvicorn-access-log": _LOGGED,
     "--log-requests": _LOGGED,
     **ignored(
         _LINE,
         """
-        --log-requests-level N  --enable-request-time-stats-logging
+        --log-requests-level N  --enable-request-time-stats-logging  --max-log-len N
+        --enable|disable-log-outputs  --[no-]enable-log-deltas  --disable-log-deltas
         """,
     ),
     **ends("is --log-format here", "--log-requests-format text|X"),
@@ -33,14 +36,17 @@ LOGS: Mapping[str, str | Spelling] = {
     **ignored(
         "--no-access-log leaves the lines of all routes out",
         """
-        --uvicorn-access-log-exclude-prefixes X...
+        --uvicorn-access-log-exclude-prefixes X...  --disable-access-log-for-endpoints X
         """,
     ),
+    **ends("is --log-level and --log-format here", "--logging-config X --log-config-file X"),
+    **ignored("the log has the stack of errors that nobody foresaw", "--log-error-stack"),
     **ignored("--log-level is for all lines", "--uvicorn-log-level X --log-level-http X"),
     **ignored(
         "/metrics and the dashboard have what steps do",
         """
-        --decode-log-interval N  --show-time-cost
+        --decode-log-interval N  --show-time-cost  --aggregate-engine-logging
+        --enable|disable-logging-iteration-details
         """,
     ),
     **ends(
@@ -56,7 +62,14 @@ METRICS: Mapping[str, str | Spelling] = {
     **ignored(
         "/metrics is always there",
         """
-        --disable-log-stats  --enable-metrics-for-all-schedulers  --enable-mfu-metrics
+        --disable-log-stats  --enable-metrics-for-all-schedulers  --enable|disable-mfu-metrics
+        """,
+    ),
+    **ignored("not needed: /load says it", "--enable|disable-server-load-tracking"),
+    **ends(
+        "/metrics has what docs/metrics.md lists: leave it out",
+        """
+        --show-hidden-metrics-for-version X  --kv-cache-metrics  --kv-cache-metrics-sample N
         """,
     ),
     **ends(
@@ -71,7 +84,7 @@ METRICS: Mapping[str, str | Spelling] = {
         """
         --bucket-time-to-first-token N...  --bucket-inter-token-latency N...
         --bucket-e2e-request-latency N...  --prompt-tokens-buckets X...
-        --generation-tokens-buckets X...
+        --generation-tokens-buckets X...  --custom-histogram-buckets X
         """,
     ),
     **ends(
@@ -89,7 +102,10 @@ METRICS: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored("--otlp-endpoint turns traces on", "--enable-trace"),
-    **ignored("a trace has a request with its queue, prefill and decode", "--trace-modules X"),
+    **ignored(
+        "a trace has a request with its queue, prefill and decode",
+        "--trace-modules X --collect-detailed-traces X...",
+    ),
     **ends("is the variable OTEL_SERVICE_NAME here", "--otlp-service-name X"),
 }
 LOOKING: Mapping[str, str | Spelling] = {
@@ -99,6 +115,14 @@ LOOKING: Mapping[str, str | Spelling] = {
         --debug-tensor-dump-output-folder X  --debug-tensor-dump-layers N...
         --debug-tensor-dump-input-file X
         """,
+    ),
+    **ends("is --profile-dir FOLDER here", "--profiler-config {}|X"),
+    **ends("is --watchdog-timeout here", "--watchdog-config {}|X"),
+    **ignored("a server's /start_profile writes traces", "--ray-workers-use-nsight"),
+    **ignored("the start names variables that nothing reads", "--fail-on-environ-validation"),
+    **ignored(
+        "steps are captured and tried before the port opens",
+        "--jit-monitor-mode X --jit-monitor-verbose",
     ),
     **ends("no code is attached to the model: leave it out", "--forward-hooks X"),
     **ends(

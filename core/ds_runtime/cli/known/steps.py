@@ -41,12 +41,24 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         {"chunked_prefill_size": "-1"},
         weak=True,
     ),
+    "--disable-chunked-prefill": Spelling(
+        "is --chunked-prefill-size -1 here, unless another is said",
+        {"chunked_prefill_size": "-1"},
+        weak=True,
+    ),
     "--enable-chunked-prefill": Spelling(
         "is so unless --chunked-prefill-size is -1", {"chunked_prefill_size": DEFAULT}, weak=True
     ),
     "--schedule-policy": _ORDER,
     "--scheduling-policy": replace(_ORDER, values={**_ORDER.values, "priority": _LOWEST_FIRST}),
     "--enable-priority-scheduling": Spelling("is --policy priority here", {"policy": "priority"}),
+    "--max-num-active-seqs": "max_running_requests",
+    "--max-num-queued-reqs": Spelling(
+        "counts running requests, too, and is --max-queued-requests here",
+        {"max_queued_requests": GIVEN},
+        takes="one",
+    ),
+    **ends("is --max-queued-requests here, in requests", "--max-num-queued-tokens N"),
     "--no-async-scheduling": Spelling(
         "is --disable-overlap-schedule here", {"disable_overlap_schedule": "True"}
     ),
@@ -59,7 +71,8 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         "--chunked-prefill-size and --max-step-tokens bound what a step takes of prompts",
         """
         --max-num-partial-prefills N  --max-long-partial-prefills N  --prefill-max-requests N
-        --long-prefill-token-threshold N
+        --long-prefill-token-threshold N  --long-prefill-token-threshold-adaptive
+        --max-num-scheduled-tokens N
         """,
     ),
     **ends("a prompt that is too long is refused: shorten it", "--allow-auto-truncate"),
@@ -88,7 +101,14 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         --retraction-policy X
         """,
     ),
-    **ignored(_ADMITTED, "--schedule-conservativeness N --min-free-slots-delay N"),
+    **ignored(
+        _ADMITTED,
+        """
+        --schedule-conservativeness N  --min-free-slots-delay N  --watermark N
+        --scheduler-reserve-full-isl  --no-scheduler-reserve-full-isl
+        """,
+    ),
+    **ignored("--max-itl says how long a step may take", "--performance-mode X"),
     **ignored(
         "a step takes prompts and decodes together: --max-itl bounds the prompts",
         """
@@ -96,7 +116,7 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         --enable-prefill-delayer  --prefill-delayer-max-delay-passes N
         --prefill-delayer-token-usage-low-watermark N  --prefill-delayer-queue-min-ratio N
         --prefill-delayer-forward-passes-buckets N...  --prefill-delayer-max-delay-ms N
-        --prefill-delayer-wait-seconds-buckets N...
+        --prefill-delayer-wait-seconds-buckets N...  --prefill-schedule-interval N
         """,
     ),
     **ignored(
@@ -111,7 +131,7 @@ CAPTURE: Mapping[str, str | Spelling] = {
     **ignored(
         "steps are captured as they are: --disable-graph turns that off",
         """
-        --compilation-config X
+        --compilation-config X  --optimization-level X
         """,
     ),
     **ignored(
@@ -124,6 +144,9 @@ SPECULATION: Mapping[str, str | Spelling] = {
     "--speculative-algo": "speculative_algorithm",
     "--speculative-draft": "speculative_draft_model_path",
     "--speculative-draft-model": "speculative_draft_model_path",
+    "--spec-method": "speculative_algorithm",
+    "--spec-model": "speculative_draft_model_path",
+    "--spec-tokens": "speculative_num_steps",
     **ends(
         "is --speculative-algorithm NEXTN --speculative-num-steps N here",
         """
