@@ -20,6 +20,7 @@ NAMED = (
 )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "device", mostly_slow(["h200", "mi300x", "910b", "b580", "epyc-9755", "b200", None], 6)
 )
