@@ -8,6 +8,20 @@ INPUTS = "core/ds_runtime/engine/step/inputs.py"
 
 ENGINE: tuple[Fault, ...] = (
     Fault(
+        "the rest of a divided prompt begins where its first part does",
+        "core/ds_runtime/engine/step/halves.py",
+        '"start": work.start + taken',
+        '"start": work.start',
+        ("tests/core/parallel/test_halves.py::test_two_halves_are_the_step",),
+    ),
+    Fault(
+        "sums of halves overlap nothing",
+        "core/ds_runtime/parallel/sums/overlapped.py",
+        "return _overlaps.get()",
+        "return False",
+        ("tests/e2e/test_sums_of_ranks.py::test_a_half_computes_while_sums_of_the_other_travel",),
+    ),
+    Fault(
         "logits that nobody looks at",
         "core/ds_runtime/engine/step/result.py",
         "(total - total) == 0",
