@@ -24,6 +24,7 @@ APART = {  # collectives of the contract that no recorded step uses
     "fast_sums": "asked at the start, and the CPU has none",
     "normed_sum": "asked at the start, and the CPU has none",
     "gather_logits": "asked at the start, and the CPU has none",
+    "all_reduce_async": "of steps that are divided, which are not recorded",
     "split": "at the start",
     "close": "at the end",
 }
