@@ -1,4 +1,4 @@
-"""A pytest plugin: with `--draw SHARE` so many of the slow tests run, drawn at random.
+"""A pytest plugin: `--draw SHARE` runs that share of the slow tests, drawn at random.
 
 A mutation, a pair, an attacker: slow tests are many of a kind, and a change that breaks one breaks
 others. Names on the command line (`::`, `-k`) are always obeyed. `--draw-seed` repeats a draw.
@@ -36,14 +36,13 @@ def _share(config: pytest.Config) -> float:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, seed = _share(config), os.environ[SEED]
-    left = [
-        item
-        for item in items
-        if item.get_closest_marker("slow") and not receipts.drawn(seed, item.nodeid, share)
-    ]
+    kept, left = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        runs = not item.get_closest_marker("slow") or receipts.drawn(seed, item.nodeid, share)
+        (kept if runs else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -50,7 +50,7 @@ class EngineConfig:
         (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
     )
     max_loras: int | None = setting(
-        None, "adapters that fit at a time (default: as many as --lora)", least=0, most=1024
+        None, "adapters that fit at once (default: as many as --lora; 0: none)", least=0, most=1024
     )
     max_lora_rank: int | None = setting(
         None, "largest rank of an adapter (default: the largest of --lora's, else 16)", least=1

@@ -267,9 +267,8 @@ class Engine:
         own = self.assembly.halves
         halves = () if own is None else rows_of(plan.works, own)
         self._wire_bytes += self._crossing.received(groups, wanted, layers, halves)
-        kinds = [self._crossing.summed(most, layers)]
-        if halves:
-            kinds = [*self._crossing.overlapped(halves, layers)]
+        whole = () if halves else (self._crossing.summed(most, layers),)
+        kinds = (*whole, *self._crossing.overlapped(halves, layers))
         for kind, count, nbytes in kinds:
             if count:
                 self._sums[kind] += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -121,23 +121,17 @@ class Cut(NamedTuple):
         return self._replace(projected=self.projected.each(made), residual=made(self.residual))
 
 
+@dataclass(slots=True)
 class Pass:
     """A batch on its way through the layers. few: the rows of the last layer that are wanted, if
     not all; tail: their order."""
 
-    __slots__ = ("batch", "few", "residual", "selection", "tail", "x")
-
-    def __init__(
-        self,
-        batch: Batch,
-        x: Summable,
-        selection: Selection | None,
-        few: Tensor | None,
-        tail: RowOrder | None,
-    ) -> None:
-        self.batch, self.x, self.selection = batch, x, selection
-        self.few, self.tail = few, tail
-        self.residual: Tensor | None = None
+    batch: Batch
+    x: Summable
+    selection: Selection | None
+    few: Tensor | None
+    tail: RowOrder | None
+    residual: Tensor | None = None
 
 
 class DeepSeekModel(LanguageModel):

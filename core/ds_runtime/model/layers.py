@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
-from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed, ended
+from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed
+from ds_runtime.parallel.sums.overlapped import ended
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta

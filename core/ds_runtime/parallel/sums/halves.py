@@ -47,12 +47,11 @@ class Halves:
         if not self.share:
             return None
         half = total // 2
-        at = next(n for n, end in enumerate(ends) if end > half)
-        begin = ends[at] - lengths[at]
-        taken = (half // _ALIGNED * _ALIGNED or half) - begin
-        if at < fixed or (not taken and not at):
+        middle = next(n for n, end in enumerate(ends) if end > half)
+        if middle < fixed:
             return None
-        return (at, taken) if taken > 0 else (at, 0)
+        begin = ends[middle] - lengths[middle]
+        return middle, max(0, (half // _ALIGNED * _ALIGNED or half) - begin)
 
     def __str__(self) -> str:
         inside = f", inside a sequence where one would have less than {self.share} of it"

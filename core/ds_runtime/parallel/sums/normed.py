@@ -60,8 +60,3 @@ class Unsummed:
 
 Summable: TypeAlias = Tensor | Unsummed | Started
 """A sum over ranks, what becomes one in the norm after it, or one that is under way."""
-
-
-def ended(x: Tensor | Started) -> Tensor:
-    """The sum, waited for where it is under way."""
-    return x.summed() if isinstance(x, Started) else x

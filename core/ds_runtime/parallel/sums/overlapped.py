@@ -35,9 +35,14 @@ class Started:
         return self._end()
 
 
+def ended(x: Tensor | Started) -> Tensor:
+    """The sum, waited for where it is under way."""
+    return x.summed() if isinstance(x, Started) else x
+
+
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Sums are started here, where the communicator can do that."""
+    """Sums of attention and FFNs are started within."""
     before = _overlaps.set(True)
     try:
         yield
