@@ -6,12 +6,15 @@ import pytest
 import torch
 from vendor_doubles import fp8_compressed as double
 
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.ops.weight import Packed
 from ds_runtime_cuda import experts_streaming, fp8_compressed, nvrtc
 from ds_runtime_cuda.gates import MOST_OTHERS, OTHERS_AT
+from ds_runtime_kit.checks.conformance import facts_for
 
 pytestmark = pytest.mark.gpu
 FP8 = torch.float8_e4m3fn
+FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90", frozenset({"triton"})), "bfloat16")
 
 
 def weight(*shape: int, std: float = 60.0, odd: int = 400) -> torch.Tensor:
@@ -49,13 +52,13 @@ def test_a_warp_may_have_all_entries_of_the_longest_list():
     bits = plain.tensors["gate_up"].view(torch.uint8)
     bits[:, :, :128] = 0x50 + torch.randint(0, 8, bits[:, :, :128].shape, device="cuda").byte()
     bits[:, 32:36, :112] = torch.randint(1, 7, (2, 4, 112), device="cuda").byte()  # 448 numbers
-    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
+    coded = experts_streaming.ExpertsBlock7(FACTS).hold_second_form(plain)
     assert coded.tensors[experts_streaming._HELD][0].stride == OTHERS_AT + 2 * MOST_OTHERS
     x = torch.randn(5, 256, device="cuda").bfloat16()
     ids = torch.zeros(5, 1, dtype=torch.int32, device="cuda")
     chosen = torch.ones(5, 1, device="cuda")
-    want = experts_streaming.ExpertsFp8(None).apply(x, chosen, ids, plain)
-    assert torch.equal(experts_streaming.ExpertsBlock7(None).apply(x, chosen, ids, coded), want)
+    want = experts_streaming.ExpertsFp8(FACTS).apply(x, chosen, ids, plain)
+    assert torch.equal(experts_streaming.ExpertsBlock7(FACTS).apply(x, chosen, ids, coded), want)
 
 
 def test_stacks_of_two_matrices():
@@ -92,7 +95,7 @@ def test_results_are_those_of_plain_weights_bit_for_bit(
         monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
     torch.manual_seed(2)
     plain = experts(count, inter, hidden, lower)
-    kernel = experts_streaming.ExpertsBlock7(None)
+    kernel = experts_streaming.ExpertsBlock7(FACTS)
     assert not kernel.serves(4, plain)
     coded = kernel.hold_second_form(plain)
     assert kernel.serves(4, coded) and coded.nbytes > plain.nbytes
@@ -100,7 +103,7 @@ def test_results_are_those_of_plain_weights_bit_for_bit(
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         ids = torch.rand(tokens, count, device="cuda").argsort(1)[:, :top_k].int().contiguous()
         chosen = torch.rand(tokens, top_k, device="cuda") + 0.1
-        want = experts_streaming.ExpertsFp8(None).apply(x, chosen, ids, plain)
+        want = experts_streaming.ExpertsFp8(FACTS).apply(x, chosen, ids, plain)
         assert want.isfinite().all() and want.abs().max() > 0
         assert torch.equal(kernel.apply(x, chosen, ids, coded), want)
 
@@ -108,26 +111,28 @@ def test_results_are_those_of_plain_weights_bit_for_bit(
 def test_one_expert_has_all_tokens():
     torch.manual_seed(3)
     plain = experts(4, 256, 512)
-    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
+    coded = experts_streaming.ExpertsBlock7(FACTS).hold_second_form(plain)
     x = torch.randn(100, 512, device="cuda").bfloat16()
     chosen = torch.ones(100, 1, device="cuda")
     for expert in (0, 3):
         ids = torch.full((100, 1), expert, dtype=torch.int32, device="cuda")
-        want = experts_streaming.ExpertsFp8(None).apply(x, chosen, ids, plain)
-        assert torch.equal(experts_streaming.ExpertsBlock7(None).apply(x, chosen, ids, coded), want)
+        want = experts_streaming.ExpertsFp8(FACTS).apply(x, chosen, ids, plain)
+        assert torch.equal(
+            experts_streaming.ExpertsBlock7(FACTS).apply(x, chosen, ids, coded), want
+        )
 
 
 def test_nan_among_weights_and_tokens_stays_in_its_rows():
     torch.manual_seed(4)
     plain = experts(4, 128, 256)
     plain.tensors["down"].view(torch.uint8)[1, 5, 7] = 0x7F
-    coded = experts_streaming.ExpertsBlock7(None).hold_second_form(plain)
+    coded = experts_streaming.ExpertsBlock7(FACTS).hold_second_form(plain)
     x = torch.randn(20, 256, device="cuda").bfloat16()
     x[3, 4] = float("nan")
     ids = (torch.arange(20, device="cuda") % 4).int()[:, None].contiguous()
     chosen = torch.ones(20, 1, device="cuda")
-    got = experts_streaming.ExpertsBlock7(None).apply(x, chosen, ids, coded)
-    want = experts_streaming.ExpertsFp8(None).apply(x, chosen, ids, plain)
+    got = experts_streaming.ExpertsBlock7(FACTS).apply(x, chosen, ids, coded)
+    want = experts_streaming.ExpertsFp8(FACTS).apply(x, chosen, ids, plain)
     assert torch.equal(got.isnan(), want.isnan())
     assert got[3].isnan().all() and got[1::4, 5].isnan().all() and not got[0].isnan().any()
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
