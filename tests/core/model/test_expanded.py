@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,32 +16,15 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
 from ds_runtime_kit.models.adapters import write_adapter
-from ds_runtime_kit.models.oracle import Oracle, compare
-from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import compare
+from tiny_models import prompts_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
-LENGTHS = (150, 64, 65, 1, 33, 16)
 KERNELS = {"cpu": (), "reference": ("mha_decode=reference", "mha_prefill=reference")}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """shape → (folder, oracle), made once."""
-
-    @cache
-    def make(shape: str, fp8: bool = False) -> tuple[Path, Oracle]:
-        folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=3))
-
-    return make
 
 
 def expanded(folder, pin=(), **settings):
     return decide(folder, "cpu", disable_mla=True, pin=pin, **settings)
-
-
-def prompts_of(oracle, lengths=LENGTHS, seed=0):
-    return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
 
 
 def binds(assembly):
