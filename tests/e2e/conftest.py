@@ -100,6 +100,16 @@ def checkpoints(tmp_path_factory):
     return made_once(tmp_path_factory, seed=11)
 
 
+@pytest.fixture(scope="module")
+def recorded():
+    """The plugin of that name: its kernels never wait, and its platform records captured steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+        import recorded
+
+        yield recorded
+
+
 @pytest.fixture(scope="session")
 def chat_v4(tmp_path_factory):
     """A random model with the demo's tokenizer and layers of every kind of compression."""

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -159,15 +157,6 @@ def check_exact(exact, outputs):
     ours = torch.tensor([*errors(double, outputs, made=True)])
     assert len(ours) > 300
     assert ours.mean() <= 1.3 * theirs.mean() and ours.max() <= theirs.max()
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
-    import recorded
-
-    yield recorded
-    del sys.modules["recorded"]
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -133,17 +131,6 @@ def test_routed_experts_and_preemption(tiny, adapted):
         long = SamplingParams(max_tokens=24, logprobs=0)
         adapted.check(llm.generate(prompts(6, longest=40), long, lora=names), names)
         assert llm.stats().preemptions > 0
-
-
-@pytest.fixture
-def recorded():
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
 
 
 def test_captured_steps_serve_adapters_that_are_loaded_later(tiny, adapted, recorded):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from late_device import LateDevice
@@ -16,11 +14,8 @@ from tiny_models import Make, made_once
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def small_models(one_thread: None) -> None:
+    """Every module here."""
 
 
 @pytest.fixture(scope="module")
