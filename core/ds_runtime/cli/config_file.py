@@ -179,7 +179,7 @@ def _value(action: argparse.Action, value: Any) -> Any:
         return value
     if isinstance(action, argparse._AppendAction):  # and those that extend
         items = value if isinstance(value, list) else [value]
-        words = [_scalar(action, item, many=True) for item in items]
+        words = [_scalar(action, item) for item in items]
         if isinstance(action, argparse._ExtendAction):
             return [x for some in words for x in some]
         return words
@@ -192,7 +192,7 @@ def _value(action: argparse.Action, value: Any) -> Any:
     return found
 
 
-def _scalar(action: argparse.Action, value: Any, many: bool = False) -> Any:
+def _scalar(action: argparse.Action, value: Any) -> Any:
     read: Any = action.type or str
     if isinstance(value, bool | list | dict | None):
         raise ValueError(f"must be {_wanted(read)}")
