@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
@@ -73,7 +73,7 @@ def test_ranks_hold_their_heads_alone(checkpoints):
     def rank(world):
         return run_schedule(Harness(expanded(folder, tp=2), world), prompts, 4, 30)
 
-    first, second = ThreadGroup(2).run(rank)
+    first, second = on_ranks(2, rank)
     compare(oracle, prompts, first, 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     one, two = (expanded(folder, tp=n) for n in (1, 2))

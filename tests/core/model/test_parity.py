@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import SHAPES
@@ -70,7 +70,7 @@ def test_tensor_parallel(checkpoints, shape, ranks, fp8):
     def rank(world):
         return run_schedule(Harness(decide(folder, "cpu", tp=ranks), world), prompts, 4, 30)
 
-    results = ThreadGroup(ranks).run(rank)
+    results = on_ranks(ranks, rank)
     compare(oracle, prompts, results[0], 1e-4)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

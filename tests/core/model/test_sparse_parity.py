@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError
@@ -117,7 +117,7 @@ def test_ranks_choose_alike(checkpoints):
     def rank(world):
         return run_schedule(Harness(decide(folder, "cpu", tp=2), world), prompts, 4, 30)
 
-    results = ThreadGroup(2).run(rank)
+    results = on_ranks(2, rank)
     compare(oracle, prompts, results[0], 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
