@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -31,3 +32,11 @@ def made_once(factory: pytest.TempPathFactory, seed: int) -> Make:
 def prompts_of(oracle: Oracle, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
+
+
+def byte_prompts(count: int, seed: int, most: int, least: int = 1) -> list[list[int]]:
+    """Random prompts of `least` to `most` tokens, for vocabularies in which a byte is a token."""
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(2, 258) for _ in range(draw.randint(least, most))] for _ in range(count)
+    ]

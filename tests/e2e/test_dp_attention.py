@@ -5,7 +5,6 @@ where.
 from __future__ import annotations
 
 import copy
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -21,6 +20,7 @@ from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime_kit.models.answers import check_float32
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
+from tiny_models import byte_prompts
 
 SETTINGS = {
     "platform": "cpu",
@@ -51,8 +51,7 @@ EXTRAS = (
 
 
 def prompts(count, seed=5, longest=80):
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return byte_prompts(count, seed, longest)
 
 
 def params(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from ds_runtime.errors import CheckpointError, RequestError
 from ds_runtime_kit.models.adapters import change_config, merge, write_adapter
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny
+from tiny_models import byte_prompts
 
 SETTINGS = {
     "platform": "cpu",
@@ -76,8 +76,7 @@ def adapted(tiny, tmp_path_factory):
 
 
 def prompts(count, seed=1, longest=60):
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return byte_prompts(count, seed, longest)
 
 
 def names_for(count, names=(None, "a", "b")):
