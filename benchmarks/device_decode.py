@@ -27,18 +27,11 @@ from typing import Any
 
 import torch
 
-from ds_runtime import LLM, SamplingParams
-from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime import LLM
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.record import append, environment, load_format
 
 PROMPT, FIRST, LAST = 512, 33, 161
-
-
-def seconds(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-    start = time.perf_counter()
-    llm.generate(list(prompts), params)
-    return time.perf_counter() - start
 
 
 def all_captured(llm: LLM) -> list[int]:
@@ -64,7 +57,7 @@ def by_events(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 
     runner.launch = noted  # type: ignore[method-assign]
     try:
-        seconds(llm, prompts, LAST)
+        generate_seconds(llm, prompts, LAST)
     finally:
         del runner.launch
     torch.accelerator.synchronize()
@@ -75,10 +68,11 @@ def by_events(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     """Milliseconds per decode step, and of prefill."""
     prompts = random_prompts(batch, PROMPT, vocab)
-    seconds(llm, prompts, 3)
-    prefill = statistics.median(seconds(llm, prompts, 1) for _ in range(3))
+    generate_seconds(llm, prompts, 3)
+    prefill = statistics.median(generate_seconds(llm, prompts, 1) for _ in range(3))
     each = [
-        (seconds(llm, prompts, LAST) - seconds(llm, prompts, FIRST)) / (LAST - FIRST)
+        (generate_seconds(llm, prompts, LAST) - generate_seconds(llm, prompts, FIRST))
+        / (LAST - FIRST)
         for _ in range(3)
     ]
     return {
@@ -93,8 +87,8 @@ def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
 def prompt(llm: LLM, length: int, vocab: int) -> dict[str, float]:
     """Milliseconds from a prompt to its first token."""
     prompts = random_prompts(1, length, vocab)
-    seconds(llm, prompts, 3)
-    every = [seconds(llm, prompts, 1) for _ in range(7)]
+    generate_seconds(llm, prompts, 3)
+    every = [generate_seconds(llm, prompts, 1) for _ in range(7)]
     return {"prompt": length, "prefill_ms": statistics.median(every) * 1e3}
 
 
@@ -102,9 +96,9 @@ def device_spans(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[tuple[float, float, str]]:
     """(start, end, name) in microseconds of all that the device did for one generate()."""
-    seconds(llm, prompts, 2)
+    generate_seconds(llm, prompts, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-        seconds(llm, prompts, tokens)
+        generate_seconds(llm, prompts, tokens)
     return sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in run.events()
@@ -191,7 +185,7 @@ def main() -> None:
     start = time.perf_counter()
     with LLM(args.checkpoint, disable_radix_cache=True, **settings) as llm:
         ready = time.perf_counter() - start
-        first = seconds(llm, random_prompts(1, PROMPT, vocab, 1), 1)
+        first = generate_seconds(llm, random_prompts(1, PROMPT, vocab, 1), 1)
         print(f"ready after {ready:.1f} s, first token {first:.2f} s later")
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         report: dict[str, Any] = {

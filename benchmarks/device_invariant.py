@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_kit.models.answers import bits, forced
 
@@ -241,20 +241,14 @@ def attention(model: Any) -> None:
 # ---- speed ----
 
 
-def seconds(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-    start = time.perf_counter()
-    llm.generate(list(prompts), params)
-    return time.perf_counter() - start
-
-
 def speed(llm: LLM, vocab: int, batches: Sequence[int]) -> None:
     for batch in batches:
         try:
             prompts = random_prompts(batch, PROMPT, vocab)
-            seconds(llm, prompts, 3)
+            generate_seconds(llm, prompts, 3)
             each = [
-                (seconds(llm, prompts, LAST) - seconds(llm, prompts, FIRST)) / (LAST - FIRST)
+                (generate_seconds(llm, prompts, LAST) - generate_seconds(llm, prompts, FIRST))
+                / (LAST - FIRST)
                 for _ in range(3)
             ]
             tell(f"decode {batch}, ms", round(statistics.median(each) * 1e3, 3))
@@ -265,8 +259,8 @@ def speed(llm: LLM, vocab: int, batches: Sequence[int]) -> None:
             continue
         try:
             prompts = random_prompts(count, length, vocab)
-            seconds(llm, prompts, 3)
-            first = statistics.median(seconds(llm, prompts, 1) for _ in range(3))
+            generate_seconds(llm, prompts, 3)
+            first = statistics.median(generate_seconds(llm, prompts, 1) for _ in range(3))
             tell(f"prefill {count} x {length}, tokens/s", round(count * length / first))
         except Exception:
             tell(f"prefill {count} x {length}: failed", traceback.format_exc()[-800:])

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_decode import seconds, step_profile, value
+from device_decode import step_profile, value
 
 from ds_runtime import LLM
 from ds_runtime.engine.engine import Engine
@@ -36,7 +36,7 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contracts.caches import Caches
-from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.record import append, environment, load_format
 
 STEPS, WARM = 64, 16
@@ -96,7 +96,7 @@ def step_ms(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 
     engine.step = timed  # type: ignore[method-assign]
     try:
-        seconds(llm, prompts, WARM + STEPS)
+        generate_seconds(llm, prompts, WARM + STEPS)
     finally:
         del engine.step
     last = ends[:-2]  # the last two launch nothing, or a part of the batch
@@ -105,7 +105,7 @@ def step_ms(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 
 def prefill_ms(llm: LLM, length: int, vocab: int) -> float:
     """Of one prompt."""
-    runs = [seconds(llm, random_prompts(1, length, vocab, seed), 1) for seed in (1, 2, 3)]
+    runs = [generate_seconds(llm, random_prompts(1, length, vocab, seed), 1) for seed in (1, 2, 3)]
     return statistics.median(runs[1:]) * 1e3
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -30,34 +29,21 @@ from typing import Any
 import torch
 
 import ds_runtime
-from ds_runtime import LLM, SamplingParams
+from ds_runtime import LLM
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.shapes import SHAPES
 
 FIRST, LAST = 33, 97
 RUNS = 3
 
 
-def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
-    """Random ids: no prompt begins like another."""
-    draw = random.Random(seed)
-    return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
-
-
-def seconds(llm: LLM, asked: list[list[int]], tokens: int) -> float:
-    """Of one generate, all requests at once."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-    start = time.perf_counter()
-    llm.generate(asked, params)
-    return time.perf_counter() - start
-
-
 def measure(llm: LLM, asked: list[list[int]], tell: Callable[..., None]) -> None:
     """Steps and prompts of these requests, all of one length."""
     count, length = len(asked), len(asked[0])
-    seconds(llm, asked, 3)
-    first = [seconds(llm, asked, 1) for _ in range(RUNS)]
+    generate_seconds(llm, asked, 3)
+    first = [generate_seconds(llm, asked, 1) for _ in range(RUNS)]
     each = [
-        (seconds(llm, asked, LAST) - seconds(llm, asked, FIRST)) / (LAST - FIRST)
+        (generate_seconds(llm, asked, LAST) - generate_seconds(llm, asked, FIRST)) / (LAST - FIRST)
         for _ in range(RUNS)
     ]
     for figure, values in (
@@ -127,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         with LLM(folder, **settings_of(args, args.arm)) as llm:
             tell("ready_s", round(time.perf_counter() - start, 1))
             for count in args.requests:
-                measure(llm, prompts(count, args.prompt, config["vocab_size"], count), tell)
+                measure(llm, random_prompts(count, args.prompt, config["vocab_size"], count), tell)
 
 
 def main() -> None:

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_decode import all_captured, seconds, value
+from device_decode import all_captured, value
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime_bench.engine.one_batch import generate_seconds
 from ds_runtime_bench.record import append, environment, load_format
 
 
@@ -42,8 +43,8 @@ def alone(llm: LLM, said: list[list[int]], more: int, vocab: int) -> dict[str, f
     back, new = list[float](), list[float]()
     for number, (old, tail) in enumerate(zip(said, drawn(5, more, vocab, 8), strict=False)):
         (fresh,) = drawn(1, len(old) + more, vocab, 100 + number)
-        back.append(seconds(llm, [old + tail], 1))
-        new.append(seconds(llm, [fresh], 1))
+        back.append(generate_seconds(llm, [old + tail], 1))
+        new.append(generate_seconds(llm, [fresh], 1))
     ms = {"back_ms": statistics.median(back) * 1e3, "new_ms": statistics.median(new) * 1e3}
     return {**ms, "share": ms["back_ms"] / ms["new_ms"]}
 
@@ -109,7 +110,7 @@ def main() -> int:
             vocab = llm._alive().assembly.model.vocab_size
             said = drawn(args.sessions, args.tokens, vocab, 1)
             for session in said:
-                seconds(llm, [session], 1)
+                generate_seconds(llm, [session], 1)
             if host:
                 pace = llm._alive().runner.pace
                 assert pace is not None, "the start measures it"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from bench_server import served
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.record import append, environment, load_format
 from ds_runtime_bench.serving.client import Target
 from ds_runtime_bench.serving.load import Load
@@ -46,12 +46,6 @@ Row = dict[str, Any]
 def _told(*words: object) -> None:
     """Progress: one line for each figure, as it is measured."""
     print(*words, file=sys.stderr, flush=True)
-
-
-def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
-    """Random ids: no prompt begins like another."""
-    draw = random.Random(seed)
-    return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
 def _seed(clients: int, length: int, number: int) -> int:
@@ -99,7 +93,7 @@ def _generated(llm: LLM, args: argparse.Namespace, clients: int, length: int, vo
     rates = []
     try:
         for number in range(args.runs + 1):  # the first warms up
-            given = prompts(4 * clients, length, vocab, _seed(clients, length, number))
+            given = random_prompts(4 * clients, length, vocab, _seed(clients, length, number))
             begin = time.perf_counter()
             llm.generate(given, params)
             rates.append(len(given) / (time.perf_counter() - begin))
@@ -112,7 +106,7 @@ def _generated(llm: LLM, args: argparse.Namespace, clients: int, length: int, vo
 def _prefill(llm: LLM, length: int, vocab: int) -> float:
     """Milliseconds of one prompt with one token."""
     params, seconds = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0), []
-    for given in prompts(ALONE + 3, length, vocab, _seed(0, length, 1)):
+    for given in random_prompts(ALONE + 3, length, vocab, _seed(0, length, 1)):
         begin = time.perf_counter()
         llm.generate([given], params)
         seconds.append(time.perf_counter() - begin)
@@ -145,7 +139,7 @@ class Served:
         return found
 
     async def _load(self, count: int, clients: int, length: int, output: int, seed: int) -> Row:
-        ids = prompts(count, length, self._vocab, seed)
+        ids = random_prompts(count, length, self._vocab, seed)
         given = [Session(Prompt(output, ids=tuple(each))) for each in ids]
         load = Load(concurrency=clients)
         report = (await measure(self._target, self._asked, given, load)).report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -11,7 +12,7 @@ class Shared:
     """What threads of one group leave for each other."""
 
     def __init__(self, size):
-        self.values, self.barrier = [None] * size, threading.Barrier(size, timeout=30)
+        self.values, self.barrier = [None] * size, threading.Barrier(size, timeout=60)
 
 
 class Member:
@@ -38,12 +39,39 @@ class Member:
     def all_reduce(self, x):
         return torch.stack(self.gather_objects(x)).sum(0)
 
+    def all_gather(self, x):
+        return torch.cat(self.gather_objects(x), dim=-1)
+
     def gather_rows(self, x):
         assert x.shape[0], "no rows"
         return torch.cat(self.gather_objects(x))
 
     def reduce_scatter(self, x):
         return self.all_reduce(x).chunk(self.size)[self.rank]
+
+    def close(self):
+        pass
+
+
+def in_threads(size, run, make=Member):
+    """What `run(communicator)` returns of each rank. Raises the first error of one; ranks that wait
+    for it end, too. make: the communicator, of `Shared` by name, all ranks and a rank."""
+    shared, ranks = {"": Shared(size)}, tuple(range(size))
+
+    def work(rank):
+        try:
+            return run(make(shared, ranks, rank))
+        except BaseException:
+            for some in [*shared.values()]:
+                some.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        done = [pool.submit(work, rank) for rank in ranks]
+    errors = [error for one in done if (error := one.exception())]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [one.result() for one in done]
 
 
 LOCK = threading.Lock()

@@ -54,8 +54,8 @@ MODEL: tuple[Fault, ...] = (
     Fault(
         "half-split rope",
         "core/ds_runtime/ops/reference/attention/rope.py",
-        "a, b = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)",
-        "a, b = x.to(cos.dtype).chunk(2, dim=-1)",
+        "a, b = x[..., 0:r:2], x[..., 1:r:2]",
+        "a, b = x[..., : r // 2], x[..., r // 2 : r]",
         ("tests/core/ops/test_reference_small.py::test_rope_equals_both_forms_of_transformers",),
     ),
     Fault(

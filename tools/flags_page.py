@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_runtime.cli.known import BATCH, SERVING, TOPICS
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.fields import flag_of
 from ds_runtime.config.spelling import Spelling
 from ds_runtime.ops.binding.backends import NAMES
 from ds_runtime.plugins.hooks import of as hooks_of
@@ -29,13 +30,13 @@ def known_flags(note: str) -> str:
     for config in (EngineConfig, ServerConfig):
         for f in fields(config):
             for word, meant in f.metadata.get("also", {}).items():
-                out.append(f"| `{_flag(f.name)}` | `{word}` | `{meant}` |\n")
+                out.append(f"| `{flag_of(f.name)}` | `{word}` | `{meant}` |\n")
     out += ["\n## Values that name kernels\n\n| flag | value | here |\n|---|---|---|\n"]
     for named in (NAMES, *(getattr(p, "BACKENDS", {}) for p in plugins.values())):
         for name, words in named.items():
             for word, meant in words.items():
                 said = f"the provider `{meant}`" if isinstance(meant, str) else _said(meant)
-                out.append(f"| `{_flag(name)}` | `{word}` | {said} |\n")
+                out.append(f"| `{flag_of(name)}` | `{word}` | {said} |\n")
     return "".join(out)
 
 
@@ -61,7 +62,7 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
     rows: dict[str, list[str]] = {}
     for flag, meant in flags.items():
         if isinstance(meant, str):
-            rows.setdefault(f"`{_flag(meant)}`", []).append(flag)
+            rows.setdefault(f"`{flag_of(meant)}`", []).append(flag)
             continue
         if meant.says:
             rows.setdefault(_said(meant), []).append(flag)
@@ -83,7 +84,3 @@ def _said(meant: Spelling) -> str:
 def own_hooks(name: str) -> Any:
     """What has the hooks of a plugin of this repository."""
     return hooks_of(importlib.import_module(f"ds_runtime_{name}"))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

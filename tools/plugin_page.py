@@ -62,7 +62,7 @@ SECTIONS: tuple[tuple[str, str, str], ...] = (
     (
         "References",
         "Torch forms of ops that kernels may build on.",
-        "ReferenceLinear ReferenceExperts route silu_mul float32_product sums_in_float32",
+        "ReferenceLinear ReferenceExperts route silu_mul rotated float32_product sums_in_float32",
     ),
     (
         "Caches",

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.dtypes import decode_scale, torch_dtype
     from ds_runtime.ops.reference.activation import silu_mul
     from ds_runtime.ops.reference.attention.dense import rows_of, seen_of, with_rope
+    from ds_runtime.ops.reference.attention.rope import rotated
     from ds_runtime.ops.reference.matrices import fp8_blocks
     from ds_runtime.ops.reference.matrices.linear import (
         ReferenceLinear,
@@ -157,6 +158,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "fp8_blocks": "ds_runtime.ops.reference.matrices.fp8_blocks",
     "kept_in": "ds_runtime.platform.compilations",
     "read_part": "ds_runtime.weights.quant",
+    "rotated": "ds_runtime.ops.reference.attention.rope",
     "route": "ds_runtime.ops.reference.matrices.moe",
     "rows_of": "ds_runtime.ops.reference.attention.dense",
     "seen_of": "ds_runtime.ops.reference.attention.dense",
@@ -283,6 +285,7 @@ __all__ = [
     "read_part",
     "read_plan",
     "refused",
+    "rotated",
     "route",
     "rows_of",
     "seen_of",

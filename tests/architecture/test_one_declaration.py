@@ -44,7 +44,6 @@ ELSEWHERE = {  # file → why it names ops beside those that it calls
     "core/ds_runtime/predict/calls.py": "which calls a step makes follows from fused ones",
     "core/ds_runtime/predict/places.py": "which ops make codes for a linear",
     "kit/bench/ds_runtime_bench/ops/tune.py": "codes are timed, and experts of other ranks",
-    "kit/bench/ds_runtime_bench/ops/step_work.py": "a prompt's FLOPs are those of its matrices",
     "kit/bench/ds_runtime_bench/ops/subjects.py": "a dim",
     "kit/bench/ds_runtime_bench/shapes.py": "keys of config.json",
     "kit/vendor/ds_runtime_kit/bisect/repro_case.py": "a kind of stored value",

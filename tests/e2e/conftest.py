@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 import ds_runtime
+from tiny_models import made_once
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 VOCAB = 288
@@ -97,17 +97,17 @@ def tiny_without_tokenizer(tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """(shape, fp8) → (folder, oracle), made once."""
+    return made_once(tmp_path_factory, seed=11)
 
-    from ds_runtime_kit.models.oracle import Oracle
-    from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
-    @cache
-    def make(shape, fp8=False):
-        folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=11))
+@pytest.fixture(scope="module")
+def recorded():
+    """The plugin of that name: its kernels never wait, and its platform records captured steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+        import recorded
 
-    return make
+        yield recorded
 
 
 @pytest.fixture(scope="session")

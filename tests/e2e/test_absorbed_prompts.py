@@ -6,7 +6,6 @@ import json
 import random
 
 import pytest
-from test_graphs import recorded  # noqa: F401 (a fixture)
 from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, SamplingParams
@@ -146,7 +145,7 @@ def test_beside_others(checkpoints, never, more):
     check_float32(*found)
 
 
-def test_captured_steps_answer_alike(checkpoints, recorded, monkeypatch):  # noqa: F811
+def test_captured_steps_answer_alike(checkpoints, recorded, monkeypatch):
     """What this platform attends with has room for the rows of these prompts together."""
     monkeypatch.setattr(recorded, "PROMISES", Promises(many_rows=True))
     (folder, _), draw = checkpoints("v2-lite"), random.Random(4)

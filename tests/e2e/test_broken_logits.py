@@ -7,12 +7,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
-import torch
 from served import serving
 
 from ds_runtime import LLM, OutputRules, SamplingParams
@@ -66,18 +63,6 @@ def broken(tmp_path_factory):
     return folder, bad
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    import recorded
-
-    yield recorded
-    del sys.modules["recorded"]
-    torch.set_num_threads(threads)
-
-
 def cases(llm, bad):
     """(prompt, parameters, the token that cannot be drawn)."""
     ids = llm.tokenizer.encode("What is 12 + 30? And what is it then, if one is twice it? " * 2)
@@ -99,6 +84,7 @@ def cases(llm, bad):
     ]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("way", mostly_slow(WAYS, 3))
 def test_the_choice_ends_and_nothing_of_it_stays(broken, recorded, way):
     folder, bad = broken

@@ -5,10 +5,7 @@ where.
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -23,6 +20,7 @@ from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime_kit.models.answers import check_float32
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
+from tiny_models import byte_prompts
 
 SETTINGS = {
     "platform": "cpu",
@@ -53,8 +51,7 @@ EXTRAS = (
 
 
 def prompts(count, seed=5, longest=80):
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return byte_prompts(count, seed, longest)
 
 
 def params(count):
@@ -159,15 +156,6 @@ def check_exact(exact, outputs):
     ours = torch.tensor([*errors(double, outputs, made=True)])
     assert len(ours) > 300
     assert ours.mean() <= 1.3 * theirs.mean() and ours.max() <= theirs.max()
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
-    import recorded
-
-    yield recorded
-    del sys.modules["recorded"]
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from ds_runtime import SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -29,35 +27,7 @@ from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
-
-
-class Member:
-    """The communicator of one of `size` threads; `shared` is that of all."""
-
-    def __init__(self, shared, rank, size):
-        self.shared, self.rank, self.size = shared, rank, size
-
-    def gather_objects(self, value):
-        self.shared.values[self.rank] = value
-        self.shared.barrier.wait()
-        values = list(self.shared.values)
-        self.shared.barrier.wait()
-        return values
-
-    def all_reduce(self, x):
-        return torch.stack(self.gather_objects(x)).sum(0)
-
-    def all_gather(self, x):
-        return torch.cat(self.gather_objects(x), dim=-1)
-
-    def gather_rows(self, x):
-        return torch.cat(self.gather_objects(x))
-
-    def reduce_scatter(self, x):
-        return self.all_reduce(x).chunk(self.size)[self.rank]
-
-    def close(self):
-        pass
+from thread_members import in_threads
 
 
 class Leader:
@@ -90,39 +60,34 @@ def config_of(model, size, **more):
 
 def serve(model, size, submits):
     """(tokens by id, every rank's runner) once all requests are over."""
-    shared = SimpleNamespace(values=[None] * size, barrier=threading.Barrier(size, timeout=60))
-    leader, runners, wrong = Leader([queue.Queue() for _ in range(size)]), [None] * size, []
-
-    def rank(number):
-        try:
-            assembly = assemble(config_of(model, size))
-            world = World(Mesh.of(assembly.config), Member(shared, number, size))
-            runners[number] = runner = Runner(assembly, world, poison=True)
-            runner.warm_up()
-            if number:
-                while plan := leader.queues[number].get():
-                    runner.launch(plan)
-                return
-            engine = Engine(assembly, runner, leader)
-            for submit in submits:
-                assert engine.submit(submit) is None
-            while engine.has_work:
-                for message in engine.step():
-                    tokens[message.rid] += message.tokens
-            engine.close()
-        except BaseException as e:
-            wrong.append(e)
-            shared.barrier.abort()
-            leader.close()
-
+    leader, runners = Leader([queue.Queue() for _ in range(size)]), [None] * size
     tokens = {submit.rid: [] for submit in submits}
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(wrong, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
+
+    def rank(member):
+        assembly = assemble(config_of(model, size))
+        world = World(Mesh.of(assembly.config), member)
+        runners[member.rank] = runner = Runner(assembly, world, poison=True)
+        runner.warm_up()
+        if member.rank:
+            while plan := leader.queues[member.rank].get():
+                runner.launch(plan)
+            return
+        engine = Engine(assembly, runner, leader)
+        for submit in submits:
+            assert engine.submit(submit) is None
+        while engine.has_work:
+            for message in engine.step():
+                tokens[message.rid] += message.tokens
+        engine.close()
+
+    def told(member):
+        try:
+            rank(member)
+        except BaseException:
+            leader.close()
+            raise
+
+    in_threads(size, told)
     return tokens, runners
 
 

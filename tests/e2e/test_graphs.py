@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,17 +35,6 @@ SETTINGS = {
     "max_step_tokens": 60,
     "disable_prefill_graph": True,  # test_prefill_graphs.py
 }
-
-
-@pytest.fixture(scope="module")
-def recorded():
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import signal
 import subprocess
 import sys
@@ -15,14 +14,14 @@ import torch
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
 from ds_runtime_kit.models.answers import check_float32
+from tiny_models import byte_prompts
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1}
 GREEDY = SamplingParams(max_tokens=12, logprobs=3)
 
 
 def prompts(count, seed=0, low=1, high=60):
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(low, high))] for _ in range(count)]
+    return byte_prompts(count, seed, high, low)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from ds_runtime.errors import CheckpointError, RequestError
 from ds_runtime_kit.models.adapters import change_config, merge, write_adapter
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny
+from tiny_models import byte_prompts
 
 SETTINGS = {
     "platform": "cpu",
@@ -78,8 +76,7 @@ def adapted(tiny, tmp_path_factory):
 
 
 def prompts(count, seed=1, longest=60):
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return byte_prompts(count, seed, longest)
 
 
 def names_for(count, names=(None, "a", "b")):
@@ -133,17 +130,6 @@ def test_routed_experts_and_preemption(tiny, adapted):
         long = SamplingParams(max_tokens=24, logprobs=0)
         adapted.check(llm.generate(prompts(6, longest=40), long, lora=names), names)
         assert llm.stats().preemptions > 0
-
-
-@pytest.fixture
-def recorded():
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
 
 
 def test_captured_steps_serve_adapters_that_are_loaded_later(tiny, adapted, recorded):

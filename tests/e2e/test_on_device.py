@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,18 +46,6 @@ def platform():
         pytest.skip(f"the best platform here is {best.name}")
     enter(best)
     return best
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """Kernels that never wait: what is left is the engine's and the model's own doing."""
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
 
 
 def settings(platform, **changes):
@@ -145,29 +131,29 @@ def run(engine):
     return found
 
 
-def made(tiny, platform, kernels, **changes):
+def made(tiny, platform, recorded, **changes):
     given = settings(platform, **changes)
-    assembly = assemble(EngineConfig(model=str(tiny), **given), given, [kernels])
+    assembly = assemble(EngineConfig(model=str(tiny), **given), given, [recorded])
     runner = Runner(assembly, World.alone(), poison=True)
     runner.warm_up()
     return Engine(assembly, runner)
 
 
 @pytest.fixture(scope="module")
-def expected(tiny, platform, kernels):
+def expected(tiny, platform, recorded):
     plain = {"disable_graph": True, "disable_overlap_schedule": True}
-    return run(made(tiny, platform, kernels, **plain))
+    return run(made(tiny, platform, recorded, **plain))
 
 
 @pytest.mark.parametrize("disable_graph", [True, False])
 @pytest.mark.parametrize("disable_overlap_schedule", [True, False])
 def test_graphs_and_overlap_change_no_token(
-    tiny, platform, kernels, expected, disable_graph, disable_overlap_schedule
+    tiny, platform, recorded, expected, disable_graph, disable_overlap_schedule
 ):
     engine = made(
         tiny,
         platform,
-        kernels,
+        recorded,
         disable_graph=disable_graph,
         disable_overlap_schedule=disable_overlap_schedule,
     )
@@ -177,11 +163,11 @@ def test_graphs_and_overlap_change_no_token(
 
 
 @pytest.mark.parametrize("disable_graph", [True, False])
-def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable_graph):
+def test_no_step_waits_for_the_device(tiny, platform, recorded, expected, disable_graph):
     """Requests that ask for log-probabilities bring an op whose reference does wait."""
     sizes = {"disable_graph": disable_graph}
     sizes["prefill_graph_sizes"] = None if disable_graph else (24, 60)  # at start
-    engine = made(tiny, platform, kernels, **sizes)
+    engine = made(tiny, platform, recorded, **sizes)
     asked = [s for s in submits() if s.params.logprobs is None and not s.params.temperature]
     asked = [s for s in asked if s.params.prompt_logprobs is None]
     assert len(asked) >= 6
@@ -195,7 +181,7 @@ def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable
     assert found == {rid: expected[rid] for rid in found}
 
 
-def test_two_devices_give_the_answers_of_one(tiny, platform, kernels):
+def test_two_devices_give_the_answers_of_one(tiny, platform, recorded):
     """Collectives inside captured steps, of heads and of sequences that are divided."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("one device is here")
@@ -205,13 +191,13 @@ def test_two_devices_give_the_answers_of_one(tiny, platform, kernels):
     for case in ((1, True), (2, True), (2, False), (2, True, True), (2, False, True)):
         tp, disable_graph, *divided = case
         given = settings(platform, tp=tp, disable_graph=disable_graph)
-        with LLM(tiny, extra_plugins=[kernels], **given, enable_dp_attention=bool(divided)) as llm:
+        with LLM(tiny, extra_plugins=[recorded], **given, enable_dp_attention=bool(divided)) as llm:
             found[case] = [o.token_ids for o in llm.generate(prompts, params)]
     assert all(tokens == found[1, True] for tokens in found.values())
 
 
-def test_replays_allocate_nothing(tiny, platform, kernels):
-    engine = made(tiny, platform, kernels)
+def test_replays_allocate_nothing(tiny, platform, recorded):
+    engine = made(tiny, platform, recorded)
     params = SamplingParams(max_tokens=60)
     for i in range(4):
         engine.submit(Submit(rid=str(i), prompt=[3 + i], params=params, seed=0))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from test_graphs import SETTINGS, make, recorded  # noqa: F401 (a fixture)
+from test_graphs import SETTINGS, make
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -25,14 +25,14 @@ ON = {"disable_prefill_graph": False, "prefill_graph_sizes": (8, 24, 60)}
 
 
 @pytest.fixture(scope="module")
-def runner(tiny, recorded):  # noqa: F811
+def runner(tiny, recorded):
     made = make(tiny, recorded, **ON)
     made.warm_up()
     return made
 
 
 @pytest.mark.parametrize("radix", [True, False])
-def test_answers_are_those_of_eager_steps(tiny, recorded, radix):  # noqa: F811
+def test_answers_are_those_of_eager_steps(tiny, recorded, radix):
     """Prompts in chunks, behind cached ones, beside decode steps, with log-probabilities."""
     draw = random.Random(7)
     prompts = [[draw.randrange(2, 258) for _ in range(n)] for n in (1, 33, 7, 80, 2, 16, 50, 9)]
@@ -135,7 +135,7 @@ def test_sizes():
         EngineConfig(prefill_graph_sizes=(0,))
 
 
-def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeypatch):  # noqa: F811
+def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeypatch):
     apply = recorded.Experts.apply
 
     def reads(self, x, weights, ids, packed):
@@ -152,7 +152,7 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     )
 
 
-def test_sizes_that_nobody_gave_are_captured_at_the_start(tiny, recorded):  # noqa: F811
+def test_sizes_that_nobody_gave_are_captured_at_the_start(tiny, recorded):
     """And a replay leaves alone what steps of other sizes have written."""
     runner = make(tiny, recorded, disable_prefill_graph=False)
     runner.warm_up()
@@ -173,7 +173,7 @@ def test_sizes_that_nobody_gave_are_captured_at_the_start(tiny, recorded):  # no
     assert not any(decodes)
 
 
-def test_captures_change_no_answer(tiny, recorded):  # noqa: F811
+def test_captures_change_no_answer(tiny, recorded):
     """The third prompt finds what the first one cached."""
     draw = random.Random(7)
     first, other = ([draw.randrange(2, 258) for _ in range(n)] for n in (20, 5))
@@ -185,7 +185,7 @@ def test_captures_change_no_answer(tiny, recorded):  # noqa: F811
     assert found[0] == found[1] and found[0][0] == found[0][2]
 
 
-def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
+def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):
     runner = make(tiny, recorded, disable_prefill_graph=False, graph_sizes=(1,))
     runner.warm_up()
     prompts = [plan for row in (0, 2) for plan in steps([5], [row])]
@@ -202,7 +202,7 @@ def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
-def test_what_the_start_has_no_time_for_is_captured_while_idle(tiny, recorded, monkeypatch, count):  # noqa: F811
+def test_what_the_start_has_no_time_for_is_captured_while_idle(tiny, recorded, monkeypatch, count):
     """The largest first, then ever closer together. A step takes the next larger one meanwhile, and
     none is captured beside it."""
     monkeypatch.setattr(prefill, "_SECONDS", 0.0)
@@ -229,7 +229,7 @@ def test_what_the_start_has_no_time_for_is_captured_while_idle(tiny, recorded, m
     assert not made.capture_one() and prefills.sizes == (*range(3, 3 * count + 1, 3),)
 
 
-def test_ranks_and_users_have_all_sizes_at_the_start(tiny, recorded, monkeypatch):  # noqa: F811
+def test_ranks_and_users_have_all_sizes_at_the_start(tiny, recorded, monkeypatch):
     monkeypatch.setattr(prefill, "_SECONDS", 0.0)
     runner = make(tiny, recorded, **ON)
     runner.warm_up()
@@ -237,7 +237,7 @@ def test_ranks_and_users_have_all_sizes_at_the_start(tiny, recorded, monkeypatch
     assert not runner.programs.capture_one()
 
 
-def test_a_size_that_cannot_be_captured_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811
+def test_a_size_that_cannot_be_captured_is_a_warning(tiny, recorded, monkeypatch, caplog):
     """That nobody gave. Requests are served as before, by a larger size if there is one."""
     runner = make(tiny, recorded, disable_prefill_graph=True)
     runner.warm_up()
@@ -279,7 +279,7 @@ def served(runner, length):
     return [work.tokens for work in runner.collect(runner.launch(plan)).works]
 
 
-def test_captures_show_their_progress(tiny, recorded, capsys):  # noqa: F811
+def test_captures_show_their_progress(tiny, recorded, capsys):
     make(tiny, recorded, **ON).warm_up()
     assert "capturing steps with prompts: 3 steps of 3 steps" in capsys.readouterr().err
 

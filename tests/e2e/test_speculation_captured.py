@@ -7,11 +7,7 @@ prefix cache.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 from test_graphs import set_up
 from test_speculation import SETTINGS, asked, shortened
 from test_speculation_pairs import adapter, answers, made, once  # noqa: F401
@@ -35,26 +31,7 @@ RULES = (
     OutputRules(json_schema='{"type": "object", "properties": {"sum": {"type": "integer"}}}'),
     OutputRules(regex="(a|bc|[d-k]x){20,30}"),
 )
-
-
-@pytest.fixture(scope="module")
-def recorded():
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many small ops, for which two threads wait for each other where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def everything(**settings):

@@ -4,9 +4,7 @@ those without drafts, token for token, in float32.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -80,15 +78,6 @@ def made(tmp_path_factory):
             patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, shape: raw})
             folders[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype)
         return folders
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
-    import recorded
-
-    yield recorded
-    del sys.modules["recorded"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from ds_runtime.weights import load as weights
 from ds_runtime_kit.models.answers import check_float32
+from tiny_models import byte_prompts
 
 SETTINGS = {
     "platform": "cpu",
@@ -47,8 +47,7 @@ GUIDED = [  # masks that both ranks apply
 
 
 def prompts(count):
-    draw = random.Random(1)
-    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, 50))] for _ in range(count)]
+    return byte_prompts(count, 1, 50)
 
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tiny):

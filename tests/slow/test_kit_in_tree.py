@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ds_runtime.cli import main
 from ds_runtime.ops.contract import DeviceInfo
@@ -19,14 +18,10 @@ SMALL = by_kernel(
 )
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mine", SMALL.values(), ids=["-".join(k) for k in SMALL])
 def test_kernel_is_honest_and_reads_any_weight(mine: list[Subject]) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # samples are tiny
-    try:
-        found = list(check_all(mine, checks=("weights", "rows", "memory", "honesty")))
-    finally:
-        torch.set_num_threads(before)
+    found = list(check_all(mine, checks=("weights", "rows", "memory", "honesty")))
     failures = [f"{r.check}: {r.case}: {r.failure}" for r in found if not r.ok]
     assert not failures, "\n".join(failures)
 

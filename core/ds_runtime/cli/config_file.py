@@ -11,7 +11,7 @@ from typing import Any
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import DEFAULT, Known, opposite
-from ds_runtime.errors import ConfigError, unreadable
+from ds_runtime.errors import ConfigError, shown, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
             else:
                 own = {action.dest: _value(action, value)}
         except (argparse.ArgumentTypeError, ValueError) as e:
-            raise ConfigError(f"{where}: {key}: {_shown(value)}: {e}") from None
+            raise ConfigError(f"{where}: {key}: {shown(value)}: {e}") from None
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from None
         if twice := sorted(own.keys() & lines.keys()):
@@ -168,7 +168,7 @@ def _action(parser: argparse.ArgumentParser, key: Any, where: str) -> argparse.A
         return None
     other = opposite(f"--{name}")[2:]
     hint = near(name, known.keys() - {other} if isinstance(known.get(other), Known) else known)
-    raise ConfigError(f"{where}: unknown key {_shown(key)}{hint or ': remove it'}")
+    raise ConfigError(f"{where}: unknown key {shown(key)}{hint or ': remove it'}")
 
 
 def _value(action: argparse.Action, value: Any) -> Any:
@@ -179,7 +179,7 @@ def _value(action: argparse.Action, value: Any) -> Any:
         return value
     if isinstance(action, argparse._AppendAction):  # and those that extend
         items = value if isinstance(value, list) else [value]
-        words = [_scalar(action, item, many=True) for item in items]
+        words = [_scalar(action, item) for item in items]
         if isinstance(action, argparse._ExtendAction):
             return [x for some in words for x in some]
         return words
@@ -192,7 +192,7 @@ def _value(action: argparse.Action, value: Any) -> Any:
     return found
 
 
-def _scalar(action: argparse.Action, value: Any, many: bool = False) -> Any:
+def _scalar(action: argparse.Action, value: Any) -> Any:
     read: Any = action.type or str
     if isinstance(value, bool | list | dict | None):
         raise ValueError(f"must be {_wanted(read)}")
@@ -208,8 +208,3 @@ def _scalar(action: argparse.Action, value: Any, many: bool = False) -> Any:
 
 def _wanted(read: Any) -> str:
     return {int: "a whole number", float: "a number", str: "text"}.get(read, "one value or a list")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,5 +1,5 @@
 """Signals: Ctrl-C at a moment of our choosing, where it would leave something half done, the end of
-children, and names."""
+children, what they may take of time and memory, and names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -55,6 +56,33 @@ def keep_exit_codes() -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """The process ends where the block takes more processor time: SIGPROF ends it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def bound_memory(more: int) -> None:
+    """This process may take `more` bytes of address space beyond what it has, and writes no core
+    file. A lower hard limit stays. Nothing is bounded where the system has no /proc.
+    """
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ImportError):
+        return
+    limit, (_, hard) = pages * resource.getpagesize() + more, resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def signal_name(number: int) -> str:

@@ -20,6 +20,7 @@ from typing import IO
 
 import msgspec
 
+from ds_runtime.common.interrupt import bound_memory, bounded
 from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.output_rules import OutputRules
 
@@ -121,31 +122,20 @@ def _read(pipe: IO[bytes]) -> bytes | None:
     return data if len(data) == _HEADER.unpack(header)[0] else None
 
 
-def _bound_memory() -> None:
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _serve(folder: str, vocab_size: str, eos: Sequence[str]) -> None:
     from ds_runtime.grammar.compile import Compiler
 
     compiler = Compiler(Path(folder), int(vocab_size), [int(e) for e in eos])
-    with contextlib.suppress(OSError, ImportError):  # without /proc time and stack are bounded
-        _bound_memory()
+    bound_memory(MEMORY)
     while (data := _read(sys.stdin.buffer)) is not None:
         verdict = _Verdict()
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
-        try:
-            compiler.compile(msgspec.msgpack.decode(data, type=OutputRules))
-        except RequestError as e:
-            verdict = _Verdict(e.said, e.param or "")
-        except (RecursionError, MemoryError) as e:
-            verdict = _Verdict((f"a rule for the output is too deep or too large: {e}",))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with bounded(SECONDS):
+            try:
+                compiler.compile(msgspec.msgpack.decode(data, type=OutputRules))
+            except RequestError as e:
+                verdict = _Verdict(e.said, e.param or "")
+            except (RecursionError, MemoryError) as e:
+                verdict = _Verdict((f"a rule for the output is too deep or too large: {e}",))
         _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
 
 

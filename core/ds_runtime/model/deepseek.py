@@ -157,9 +157,7 @@ class DeepSeekModel(LanguageModel):
         return self._hidden((batch,), caches, every)[0]
 
     @torch.inference_mode()
-    def forward_halves(
-        self, halves: Sequence[Batch], caches: Caches, every: bool = False
-    ) -> Tensor:
+    def forward_halves(self, halves: Sequence[Batch], caches: Caches, every: bool) -> Tensor:
         """`forward` of a step whose rows are those of several batches, one after the other: while
         sums of one travel between ranks, another one computes."""
         with overlapping():

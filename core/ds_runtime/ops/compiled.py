@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_runtime.common.hookimpl import hookimpl
-from ds_runtime.ops.contract import RANK_SPECIALISED, Facts, Kernel
+from ds_runtime.ops.contract import RANK_SPECIALISED, Facts, Kernel, gates
 from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "compiled"
 _FP8 = "float8_e4m3fn"
-
-
-def _accept(facts: Facts) -> str | None:
-    return None
 
 
 def _converts_fp8(facts: Facts) -> str | None:
@@ -37,7 +33,7 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
             fn=f"ds_runtime.ops.reference.compiling:{op.name}",
             provider=PROVIDER,
             rank=RANK_SPECIALISED + 1,
-            refuse=_converts_fp8 if op.name.endswith("_quantize") else _accept,
+            refuse=_converts_fp8 if op.name.endswith("_quantize") else gates(),
             phases=frozenset({"prefill", "decode", "verify", "tree"}),
             contract=op.version,
             rows=RowRange(below=facts.compiled_rows + 1),

@@ -240,10 +240,6 @@ def gates(*checks: Gate) -> Gates:
     return Gates(tuple(dict.fromkeys(parts)))
 
 
-def _accept(facts: Facts) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One implementation of one op. What it does not declare is refused.
@@ -263,7 +259,7 @@ class Kernel:
     fn: str
     provider: str
     rank: int = RANK_PLATFORM
-    refuse: Gate = _accept
+    refuse: Gate = Gates(())
     formats: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     phases: frozenset[str] = frozenset({"prefill", "decode"})

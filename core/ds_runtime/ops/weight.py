@@ -161,7 +161,7 @@ class ExpertSource(Protocol):
         ...
 
 
-def _decode_codes(part: WeightPart, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+def _decode_codes(part: WeightPart, dtype: torch.dtype, rows: slice) -> Tensor:
     """The codes of these rows as `dtype` numbers: [rows, cols]."""
     codes = part.tensors["weight"][rows]
     if part.format in _FOUR_BIT_FLOATS:

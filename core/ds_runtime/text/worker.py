@@ -11,7 +11,6 @@ lets go of the leash: the reading end of a pipe.
 from __future__ import annotations
 
 import array
-import contextlib
 import fcntl
 import gc
 import os
@@ -20,12 +19,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ds_runtime.common.interrupt import bound_memory, bounded
 from ds_runtime.common.readable import readable
 from ds_runtime.errors import DsRuntimeError, FieldPath, RequestError, named
 from ds_runtime.text.formats.families import find_family
@@ -106,26 +104,6 @@ def hold(leash: int) -> None:
         os._exit(0)
 
 
-@contextlib.contextmanager
-def bounded(seconds: float) -> Iterator[None]:
-    """The process ends where this takes more processor time: SIGPROF ends it."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _bound_memory(more: int) -> None:
-    import resource
-
-    with contextlib.suppress(OSError, ValueError):  # without /proc time is bounded
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + more
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _load(asked: LoadRequest) -> tuple[Loaded, Tokenizer | None, Template | None]:
     try:
         tokenizer = Tokenizer.load(asked.text)
@@ -181,7 +159,7 @@ def _answer(
 def _serve(
     client: socket.socket, asked: LoadRequest, tokenizer: Tokenizer, template: Template | None
 ) -> None:
-    _bound_memory(MEMORY)
+    bound_memory(MEMORY)
     send(client, _HEADER.pack(os.getpid()))
     while (data := receive(client)) is not None:
         with bounded(seconds_for(asked, len(data))):
@@ -199,7 +177,7 @@ def main(owner: socket.socket, leash: int) -> None:
         return
     asked = msgspec.msgpack.decode(data, type=LoadRequest)
     with bounded(LOAD_SECONDS):
-        _bound_memory(LOAD_MEMORY)
+        bound_memory(LOAD_MEMORY)
         loaded, tokenizer, template = _load(asked)
     send(owner, msgspec.msgpack.encode(loaded))
     gc.freeze()  # so that copies share the pages

@@ -72,7 +72,7 @@ def load_model(
 
 
 def load_draft(
-    assembly: Assembly, model: LanguageModel, bound: BoundOps, device: Any, progress: bool = False
+    assembly: Assembly, model: LanguageModel, bound: BoundOps, device: Any, progress: bool
 ) -> DraftModel | None:
     """The draft layer after `model`, if the assembly has one. CheckpointError as in load_model."""
     if assembly.nextn is None:

@@ -167,7 +167,7 @@ def form_of(weight: Weight, bytes_for_fp8: bool = False) -> Form | None:
     return Form(codes, planes, width, scales, group, shift, asym, weight.shape[1], lead)
 
 
-def _bits_of(part: WeightPart, asym: bool) -> Tensor:
+def _bits_of(part: WeightPart) -> Tensor:
     """Codes as the bits that are stored, uint8 [rows, cols]."""
     codes = part.tensors["weight"]
     if CODES[part.format] == INT4:
@@ -241,7 +241,7 @@ def _byte_scales(part: WeightPart, bits: Tensor, form: Form) -> tuple[Tensor, Te
 
 
 def _part_of(part: WeightPart, form: Form) -> Coded:
-    bits = _bits_of(part, form.asym)
+    bits = _bits_of(part)
     device = bits.device
     none = torch.zeros(1, dtype=torch.int8, device=device)
     zero, row = none, torch.ones(1, dtype=torch.float32, device=device)

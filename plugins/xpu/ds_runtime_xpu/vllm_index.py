@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.api import rotated
+
 _LEAST, _MAX = 1e-4, 448.0  # of a vector's largest magnitude, and of e4m3
 
 
@@ -29,18 +31,6 @@ def _hadamard(d: int, device: torch.device) -> Tensor:
     while made.shape[0] < d:
         made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
     return torch.mul(made, d**-0.5)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first dims rotated, as pairs or as halves; cos and sin [..., r / 2]."""
-    r = 2 * cos.shape[-1]
-    if interleaved:
-        a, b = x[..., 0:r:2], x[..., 1:r:2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = x[..., : r // 2], x[..., r // 2 : r]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, x[..., r:]), dim=-1)
 
 
 def index_prologue(
@@ -65,10 +55,10 @@ def index_prologue(
     cos, sin = cos_sin[positions].to(f32).chunk(2, dim=-1)
     turn = _hadamard(d, q.device)
     normed = torch.nn.functional.layer_norm(k.to(f32), (d,), norm_weight, norm_bias, eps)
-    keys = _rotated(normed, cos, sin, interleaved) @ turn
+    keys = rotated(normed, cos, sin, interleaved) @ turn
     torch.ops._C.indexer_k_quant_and_cache(keys.to(q.dtype), cache, slots, d, "ue8m0")
     if heads:
-        wide = _rotated(q.to(f32), cos.unsqueeze(1), sin.unsqueeze(1), interleaved) @ turn
+        wide = rotated(q.to(f32), cos.unsqueeze(1), sin.unsqueeze(1), interleaved) @ turn
         rows = wide.view(tokens * heads, d)
         torch.ops._C.per_token_group_fp8_quant(
             rows, queries.view(-1, d), sizes, d, _LEAST, -_MAX, _MAX, True, False, False

@@ -313,14 +313,6 @@ class Slow(Platform):
     _isa = "auto"
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_ceilings_with_torch_alone(monkeypatch, one_thread):
     monkeypatch.setattr(ceilings, "_SECONDS", 0.01)
     monkeypatch.setattr(ceilings, "_SIZES", (256,))

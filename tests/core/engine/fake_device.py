@@ -7,7 +7,7 @@ stale page, a wrong position or a lost token cannot pass unseen. Free pages are 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
@@ -22,6 +22,7 @@ from ds_runtime.kv.tiers.host import THROUGH, HostTier, own_root
 from ds_runtime.sampling_params import SamplingParams
 
 VOCAB = 40
+LONG = list(range(1, 38))  # 9 pages of 4 tokens, and a token
 EOS = 3
 POISON = -7
 
@@ -372,3 +373,16 @@ class Rig:
             follow = self.device.follow
             expected = alone(submit, self.limits.context_length, pool_tokens, follow=follow)
             assert self.answers[rid] == expected, rid
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """Tokens from `start` on, one after the other."""
+    return [(start + i) % VOCAB for i in range(length)]
+
+
+def asked(rig: Rig, rid: str, tokens: Iterable[int], **params) -> int:
+    """One request alone, to its end; the tokens of its prompt that the cache had."""
+    rig.submit(rid, list(tokens), **params)
+    rig.run()
+    rig.check_end()
+    return rig.cached[rid]

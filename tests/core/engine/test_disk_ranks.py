@@ -13,11 +13,12 @@ from itertools import chain
 
 import msgspec
 import pytest
+from fake_device import LONG, asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
-from test_disk_tier import LONG, HostBytes, Remembered, asked, data
+from test_disk_tier import HostBytes, Remembered, data
 from toy_model import ToyDevice, toy
 
 from ds_runtime.engine.step.plan import StepPlan

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fake_device import LONG, asked
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_model import ToyDevice, toy
@@ -35,7 +36,6 @@ from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
 
 NAME = bytes(range(32))
-LONG = list(range(1, 38))
 
 
 def views(*parts):
@@ -698,13 +698,6 @@ def engine(folder, known, policy="write_through", pages=20, host=60, idle=True):
 
     rig.scheduler.schedule = scheduled
     return rig, below.disk
-
-
-def asked(rig, rid, prompt, **params):
-    rig.submit(rid, list(prompt), **params)
-    rig.run()
-    rig.check_end()
-    return rig.cached[rid]
 
 
 def test_pages_and_states_outlive_the_engine(tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_device import FakeDevice, Rig
+from fake_device import LONG, FakeDevice, Rig, asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -22,15 +22,6 @@ from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import LaidGroup
 from ds_runtime.platform.page_copies import TorchPageCopies
 from examples import examples
-
-LONG = list(range(1, 38))  # 9 pages and a token
-
-
-def asked(rig, rid, prompt, **params):
-    rig.submit(rid, list(prompt), **params)
-    rig.run()
-    rig.check_end()
-    return rig.cached[rid]
 
 
 def crowd(rig, count=20):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import EOS, VOCAB, Rig
+from fake_device import EOS, VOCAB, Rig, prompt
 
 from ds_runtime.engine.schedule import scheduler
 from ds_runtime.engine.schedule.limits import check_prompt
 from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return [(start + i) % VOCAB for i in range(length)]
 
 
 def test_one_request_alone():

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import VOCAB, Rig
+from fake_device import Rig, prompt
 
 from ds_runtime.errors import RequestError
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return [(start + i) % VOCAB for i in range(length)]
 
 
 def ranks(rig: Rig) -> dict[str, set[int]]:

@@ -7,7 +7,7 @@ is compared with a computation that has no cache.
 from __future__ import annotations
 
 import pytest
-from fake_device import VOCAB
+from fake_device import LONG, VOCAB, asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler_random import Traffic
@@ -16,15 +16,7 @@ from toy_model import ToyDevice, narrower, toy
 from ds_runtime.kv import snapshots
 from examples import examples
 
-LONG = list(range(1, 38))  # 9 pages and a token
 MANY = [number * 7 % VOCAB for number in range(100)]
-
-
-def asked(rig, rid, prompt, **params):
-    rig.submit(rid, list(prompt), **params)
-    rig.run()
-    rig.check_end()
-    return rig.cached[rid]
 
 
 @given(

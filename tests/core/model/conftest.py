@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from late_device import LateDevice
@@ -12,14 +10,27 @@ from ds_runtime.checkpoint import shards as checkpoint
 from ds_runtime.checkpoint import staging
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import Staging
+from tiny_models import Make, made_once
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def small_models(one_thread: None) -> None:
+    """Every module here."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    return made_once(tmp_path_factory, seed=3)
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    """(folder, oracle) of DeepSeek-V4 with six layers of all kinds."""
+    from hybrid_models import BASE, HybridOracle
+
+    folder, oracle = tmp_path_factory.mktemp("six"), HybridOracle(BASE, seed=1)
+    oracle.model.save_pretrained(folder)
+    return str(folder), oracle
 
 
 @pytest.fixture

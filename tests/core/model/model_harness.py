@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
+from thread_members import in_threads
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 BLOCKS = 20  # of states; the last is nobody's
@@ -247,58 +250,6 @@ def _length(sequence: Sequence_, largest: int, draw: random.Random) -> int:
     return 1 if draw.random() < 0.3 else draw.randint(1, min(left, largest))
 
 
-class ThreadGroup:
-    """Collectives between threads of this process, one per rank."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.slots: list[object] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-    def exchange(self, rank: int, value: object) -> list[object]:
-        self.slots[rank] = value
-        self.barrier.wait()
-        values = list(self.slots)
-        self.barrier.wait()
-        return values
-
-    def run(self, function: object) -> list[object]:
-        """function(world) on every rank; the first error wins."""
-        results: list[object] = [None] * self.size
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = function(World(Mesh(self.size), ThreadCommunicator(self, rank)))
-            except BaseException as e:
-                errors.append(e)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(r,)) for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-        if errors:
-            raise (real or errors)[0]
-        return results
-
-
-class ThreadCommunicator:
-    """Communicator of one rank in a ThreadGroup."""
-
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self.group, self.rank, self.size = group, rank, group.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self.group.exchange(self.rank, x)).sum(0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self.group.exchange(self.rank, x), dim=-1)
-
-    def gather_objects(self, value: object) -> list[object]:
-        return self.group.exchange(self.rank, value)
-
-    def close(self) -> None:
-        return None
+def on_ranks(size: int, function: Callable[[World], T]) -> list[T]:
+    """function(world) on every rank, in threads; the first error wins."""
+    return in_threads(size, lambda member: function(World(Mesh(size), member)))

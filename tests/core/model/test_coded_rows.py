@@ -22,7 +22,7 @@ from ds_runtime.weights.load import load_model
 from ds_runtime.weights.loader import Loader
 from ds_runtime_kit.models.tiny import write_tiny_fp8
 from examples import examples
-from thread_members import Member, Shared
+from thread_members import Member, Shared, in_threads
 
 CPU, HIDDEN, K = torch.device("cpu"), 256, 4
 PIN = ("experts=reference.Fp8W8A8Experts",)
@@ -146,21 +146,16 @@ class Says(ExpertsLayer):
 
 def agreed(tables):
     """What each rank finds, given what it makes by the rows of a call."""
-    shared, ranks = {"": Shared(len(tables))}, tuple(range(len(tables)))
 
-    def one(rank):
+    def one(member):
         loader = SimpleNamespace(
-            config=SimpleNamespace(hidden=HIDDEN),
-            device=CPU,
-            dtype=torch.float32,
-            comm=Member(shared, ranks, rank),
+            config=SimpleNamespace(hidden=HIDDEN), device=CPU, dtype=torch.float32, comm=member
         )
-        given = tables[rank]
+        given = tables[member.rank]
         experts = Says(given) if given is not None else SimpleNamespace()
         return Loader.agree_on_codes(loader, experts)
 
-    with ThreadPoolExecutor(len(tables)) as pool:
-        return list(pool.map(one, ranks))
+    return in_threads(len(tables), one)
 
 
 CODE = st.sampled_from([None, None, 3.0, 5.0])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
@@ -17,32 +16,15 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
 from ds_runtime_kit.models.adapters import write_adapter
-from ds_runtime_kit.models.oracle import Oracle, compare
-from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import compare
+from tiny_models import prompts_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
-LENGTHS = (150, 64, 65, 1, 33, 16)
 KERNELS = {"cpu": (), "reference": ("mha_decode=reference", "mha_prefill=reference")}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """shape → (folder, oracle), made once."""
-
-    @cache
-    def make(shape: str, fp8: bool = False) -> tuple[Path, Oracle]:
-        folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=3))
-
-    return make
 
 
 def expanded(folder, pin=(), **settings):
     return decide(folder, "cpu", disable_mla=True, pin=pin, **settings)
-
-
-def prompts_of(oracle, lengths=LENGTHS, seed=0):
-    return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
 
 
 def binds(assembly):
@@ -91,7 +73,7 @@ def test_ranks_hold_their_heads_alone(checkpoints):
     def rank(world):
         return run_schedule(Harness(expanded(folder, tp=2), world), prompts, 4, 30)
 
-    first, second = ThreadGroup(2).run(rank)
+    first, second = on_ranks(2, rank)
     compare(oracle, prompts, first, 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     one, two = (expanded(folder, tp=n) for n in (1, 2))

@@ -15,14 +15,6 @@ from ds_runtime.sampling_params import SamplingParams
 from parts import mostly_slow
 
 
-@pytest.fixture(scope="module")
-def six(tmp_path_factory):
-    """(folder, oracle) of six layers of all kinds."""
-    folder, oracle = tmp_path_factory.mktemp("six"), HybridOracle(BASE, seed=1)
-    oracle.model.save_pretrained(folder)
-    return str(folder), oracle
-
-
 def test_a_prompt_goes_on_from_a_snapshot(six):
     """At the last page boundary that it does not fill, and behind an answer; else from the start,
     and without a snapshot always."""

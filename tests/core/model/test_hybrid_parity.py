@@ -28,14 +28,6 @@ from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.weights.load import quant_of
 
 
-@pytest.fixture(scope="module")
-def six(tmp_path_factory):
-    """(folder, oracle) of six layers of all kinds."""
-    folder, oracle = tmp_path_factory.mktemp("six"), HybridOracle(BASE, seed=1)
-    oracle.model.save_pretrained(folder)
-    return str(folder), oracle
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_models(tmp_path, seed):
     """In batches, with chunks of any size, over pages of 128 and 256 tokens."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
+from model_harness import CPU, Harness, decide, on_ranks, run_schedule
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.assembly.assemble import assemble
@@ -290,7 +290,7 @@ def test_progress_of_ranks(original):
         DeepSeekModel(assembly.model, loader, 8)
         return sum(read), loader.total_bytes()
 
-    for read, total in ThreadGroup(2).run(load):
+    for read, total in on_ranks(2, load):
         assert abs(total - read) <= 0.01 * read
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
+from model_harness import CPU, Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.assembly.estimate import lora_bytes
 from ds_runtime.description.adapter import adaptable_modules
@@ -180,13 +180,11 @@ def test_two_ranks(bases, tmp_path):
     tuned = Tuned(bases("v3"), tmp_path, [(lambda m: True, {"rank": r}) for r in (4, 7)])
 
     def run(*args):
-        group = ThreadGroup(2)
-
         def rank(world):
             assembly = decide(tuned.folder, "cpu", lora=tuple(tuned.names), tp=2)
             return run_schedule(Harness(assembly, world, pages=160), *args)
 
-        one, two = group.run(rank)
+        one, two = on_ranks(2, rank)
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
         return one
 
@@ -220,7 +218,7 @@ def test_slots_take_the_memory_that_is_said(bases, tp):
             assert assembly.lora.rank == 16 and assembly.lora.slots == 3
             assert model.lora.nbytes == said > 0
 
-        ThreadGroup(tp).run(rank)
+        on_ranks(tp, rank)
 
 
 def test_a_slot_is_free_again(bases, tmp_path):

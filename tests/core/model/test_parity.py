@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime_kit.models.oracle import Oracle, compare
-from ds_runtime_kit.models.tiny import SHAPES, write_tiny, write_tiny_fp8
-
-LENGTHS = (150, 64, 65, 1, 33, 16)  # the original rope length of most shapes is 64
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """shape → (folder, oracle), made once."""
-
-    @cache
-    def make(shape: str, fp8: bool = False) -> tuple[Path, Oracle]:
-        folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=3))
-
-    return make
-
-
-def prompts_of(oracle: Oracle, lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
-    return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
+from ds_runtime_kit.models.tiny import SHAPES
+from tiny_models import prompts_of
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
@@ -89,7 +70,7 @@ def test_tensor_parallel(checkpoints, shape, ranks, fp8):
     def rank(world):
         return run_schedule(Harness(decide(folder, "cpu", tp=ranks), world), prompts, 4, 30)
 
-    results = ThreadGroup(ranks).run(rank)
+    results = on_ranks(ranks, rank)
     compare(oracle, prompts, results[0], 1e-4)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

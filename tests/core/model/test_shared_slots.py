@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.plan import check_against
@@ -120,5 +120,5 @@ def test_ranks_share_every_slot(tmp_path):
         assert harness.model.blocks[-1].mlp.shared is None
         return run_schedule(harness, prompts, 2, 20)
 
-    for logits in ThreadGroup(2).run(rank):
+    for logits in on_ranks(2, rank):
         compare(oracle, prompts, logits, 1e-4)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
-from model_harness import Harness, ThreadGroup, decide, run_schedule
+from model_harness import Harness, decide, on_ranks, run_schedule
 
 from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError
@@ -14,8 +12,9 @@ from ds_runtime.model import indexer
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.contracts.attention import index
 from ds_runtime.ops.reference.layouts import INDEX_PAGES, LATENT_FP8_GROUPS
-from ds_runtime_kit.models.oracle import Oracle, compare
-from ds_runtime_kit.models.tiny import SPARSE, write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import compare
+from ds_runtime_kit.models.tiny import SPARSE
+from tiny_models import made_once, prompts_of
 
 LENGTHS = (150, 64, 25, 24, 1)  # of 24 tokens at most are attended
 # In FP8 wq_b has several blocks of scales, whole and partial ones, in both directions.
@@ -24,19 +23,8 @@ BLOCKS = {False: {}, True: {"hidden_size": 160, "q_lora_rank": 144, "index_n_hea
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """shape → (folder, oracle), made once."""
-
-    @cache
-    def make(shape, top_k=24, fp8=False):
-        folder = tmp_path_factory.mktemp(shape)
-        write = write_tiny_fp8 if fp8 else write_tiny
-        return folder, Oracle(write(folder, shape, seed=3, index_topk=top_k, **BLOCKS[fp8]))
-
-    return make
-
-
-def prompts_of(oracle, lengths=LENGTHS, seed=0):
-    return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
+    make = made_once(tmp_path_factory, seed=3)
+    return lambda shape, top_k=24, fp8=False: make(shape, fp8, index_topk=top_k, **BLOCKS[fp8])
 
 
 @pytest.fixture
@@ -88,7 +76,7 @@ def test_random_schedules(checkpoints, shape, kernels):
     folder, oracle = checkpoints(shape)
     for seed, (page_size, largest) in enumerate(((16, 40), (1, 7), (64, 200))):
         harness = Harness(decide(folder, kernels, page_size=page_size), pages=1024 // page_size)
-        prompts = prompts_of(oracle, seed=seed)
+        prompts = prompts_of(oracle, LENGTHS, seed)
         compare(oracle, prompts, run_schedule(harness, prompts, seed, largest), 1e-4)
 
 
@@ -96,7 +84,7 @@ def test_scores_in_groups(checkpoints, monkeypatch):
     """As prompts are scored whose scores would not fit: a few rows at a time."""
     monkeypatch.setattr(index, "SCORES", 700)
     folder, oracle = checkpoints("v32")
-    prompts = prompts_of(oracle)
+    prompts = prompts_of(oracle, LENGTHS)
     compare(oracle, prompts, run_schedule(Harness(decide(folder)), prompts, 2, 100), 1e-4)
 
 
@@ -114,7 +102,7 @@ def test_token_by_token(checkpoints):
 def test_all_tokens_chosen_is_dense_attention(checkpoints, shape, monkeypatch):
     """top_k ≥ length: the same whether chosen by score, taken whole, or attended densely."""
     folder, oracle = checkpoints(shape, top_k=200)
-    prompts = prompts_of(oracle)
+    prompts = prompts_of(oracle, LENGTHS)
     dense = run_schedule(Harness(decide(folder)), prompts, 3, 60)
     compare(oracle, prompts, dense, 1e-4)
     monkeypatch.setattr(indexer, "longest", lambda part: 1 << 30)
@@ -129,7 +117,7 @@ def test_ranks_choose_alike(checkpoints):
     def rank(world):
         return run_schedule(Harness(decide(folder, "cpu", tp=2), world), prompts, 4, 30)
 
-    results = ThreadGroup(2).run(rank)
+    results = on_ranks(2, rank)
     compare(oracle, prompts, results[0], 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -177,7 +165,7 @@ def test_fp8_weights(checkpoints, shape, kernels, chosen):
     (sequence,) = harness.sequences([tokens], seed=1)
     harness.step([(sequence, len(tokens))])
     assert chosen == [row for layer in expected_sets(oracle.double, tokens) for row in layer]
-    prompts = prompts_of(oracle, seed=5)
+    prompts = prompts_of(oracle, LENGTHS, 5)
     compare(oracle, prompts, run_schedule(Harness(assembly), prompts, 5, 50), 1e-4)
 
 
@@ -195,7 +183,7 @@ def test_fp8_weights_and_rounded_index_keys(checkpoints, keys, chosen, monkeypat
     assert min(kept) > 0.7 and sum(kept) / len(kept) > 0.95
     folder, oracle = checkpoints("v32", top_k=200, fp8=True)
     monkeypatch.setattr(indexer, "longest", lambda part: 1 << 30)
-    prompts = prompts_of(oracle)
+    prompts = prompts_of(oracle, LENGTHS)
     compare(
         oracle,
         prompts,

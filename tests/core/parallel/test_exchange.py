@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +15,7 @@ from ds_runtime.parallel.exchange import exchange_of
 from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.world import World
 from examples import examples
-from thread_members import Member, Shared
+from thread_members import in_threads
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 1), (2, 2), (4, 2), (4, 4), (6, 3)]
@@ -26,25 +23,13 @@ SHAPES = [(1, 1), (3, 1), (2, 2), (4, 2), (4, 4), (6, 3)]
 
 def everywhere(tp, dp, function):
     """function(exchange, group, rank) on every rank of a mesh, in threads."""
-    mesh, shared = Mesh(tp=tp, attn_dp=dp), {"": Shared(tp)}
+    mesh = Mesh(tp=tp, attn_dp=dp)
 
-    def run(rank):
-        member = Member(shared, tuple(range(tp)), rank)
-        try:
-            exchange = exchange_of(World(mesh, member))
-            return function(exchange, mesh.at(rank, "attn_dp"), rank)
-        except BaseException:  # nobody is to wait for this one
-            for some in shared.values():
-                some.barrier.abort()
-            raise
+    def run(member):
+        exchange = exchange_of(World(mesh, member))
+        return function(exchange, mesh.at(member.rank, "attn_dp"), member.rank)
 
-    with ThreadPoolExecutor(tp) as pool:
-        done = [pool.submit(run, rank) for rank in range(tp)]
-    broken = threading.BrokenBarrierError
-    causes = [e for one in done if (e := one.exception()) and not isinstance(e, broken)]
-    if causes:
-        raise causes[0]
-    return [one.result() for one in done]
+    return in_threads(tp, run)
 
 
 @st.composite

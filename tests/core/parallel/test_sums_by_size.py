@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from functools import partial
 
 import pytest
@@ -26,7 +25,7 @@ from ds_runtime.parallel.sums.kinds import (
     received,
 )
 from ds_runtime.parallel.world import World
-from thread_members import Member, Shared
+from thread_members import Member, in_threads
 
 SIZES = [1 << power for power in range(12, 18)]
 seconds = st.floats(1e-6, 1e-3)
@@ -133,19 +132,12 @@ def of_ranks(size, run, kinds=FAST, lacking=None):
     """What `run(communicator)` returns of each rank. lacking: by rank, its kinds, where they
     differ; None is of a communicator without `fast_sums`.
     """
-    shared, found = {"": Shared(size)}, [None] * size
 
-    def work(rank):
+    def make(shared, ranks, rank):
         own = kinds if lacking is None else lacking[rank]
-        made = Plain if own is None else partial(Fast, kinds=own)
-        found[rank] = run(made(shared, list(range(size)), rank))
+        return (Plain if own is None else partial(Fast, kinds=own))(shared, list(ranks), rank)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(60)
-    return found
+    return in_threads(size, run, make)
 
 
 LIMITS = SumSizes(((ONE_SHOT, 64), (TWO_SHOT, 256)))

@@ -6,8 +6,10 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
@@ -184,6 +186,30 @@ def test_a_rank_computes_its_own_rows_or_those_of_all_groups(tmp_path, mesh):
     assert each["experts"] == pytest.approx(share * alone["experts"])
     assert ranks.tp * each["mla_decode"] == pytest.approx(alone["mla_decode"])
     assert each["linear"] <= alone["linear"] <= ranks.tp * each["linear"] * (1 + 1e-9)
+
+
+def test_flops_of_a_prompt_are_those_that_transformers_computes(tmp_path):
+    """As torch counts them. Its attention computes whole squares, and its angles are a matmul."""
+    import transformers
+
+    model, tokens = folder_of(tmp_path / "model", "tiny-v2-lite", "bfloat16"), 40
+    assembly = assemble(EngineConfig(**SETTINGS, model=model), {*SETTINGS, "model"})
+    products = {"linear", "mla_absorb", "router_logits", "experts", "mha_prefill"}
+    found = sum(
+        call.count * call.work(call.rows).flops
+        for call in calls(assembly, Step("prefill", tokens, tokens))
+        if call.op in products
+    )
+    raw = config_of("tiny-v2-lite", "bfloat16") | {"_attn_implementation": "eager"}
+    config = transformers.DeepseekV2Config(**raw)
+    config._experts_implementation = "eager"
+    theirs = transformers.DeepseekV2ForCausalLM(config).eval()
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        theirs(torch.randint(512, (1, tokens)))
+    own = assembly.model
+    masked = tokens * (tokens - 1) * own.heads * (own.qk_head + own.v_head) * own.layers
+    want = counter.get_total_flops() - masked - own.qk_rope * tokens
+    assert found == pytest.approx(want, rel=1e-4)
 
 
 @given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 300))

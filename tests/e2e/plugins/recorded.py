@@ -9,10 +9,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ds_runtime.api import OPS, Kernel, Promises, RowOwners, hookimpl
+from ds_runtime.api import OPS, Kernel, Promises, RowOwners, hookimpl, rotated
 from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.attention.index import _rotated, hadamard
+from ds_runtime.ops.reference.attention.index import hadamard
 from ds_runtime.ops.reference.matrices.moe import ReferenceExperts
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.replay import ReplayBackend
@@ -83,8 +83,8 @@ def index_prologue(
 ):
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     keys = F.layer_norm(k, k.shape[-1:], norm_weight, norm_bias, eps)
-    put(cache, hadamard(_rotated(keys, cos, sin, interleaved)), slots)
-    queries = hadamard(_rotated(q, cos.unsqueeze(1), sin.unsqueeze(1), interleaved))
+    put(cache, hadamard(rotated(keys, cos, sin, interleaved)), slots)
+    queries = hadamard(rotated(q, cos.unsqueeze(1), sin.unsqueeze(1), interleaved))
     return queries, queries.new_ones(q.shape[:2])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace, _SubParsersAction
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from typing import Any
 
 from ds_runtime.cli.config_file import add_config_file
@@ -19,11 +19,16 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="serve a model over HTTP, OpenAI-compatible",
         description="Serve a model over HTTP, OpenAI-compatible. Without flags: the demo model.",
     )
+    add_settings(parser)
+    parser.set_defaults(run=run, looks=True)
+
+
+def add_settings(parser: ArgumentParser) -> None:
+    """Every flag of a server, for verbs that `configs` reads."""
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser, EngineConfig, spaces=True)
     add_flags(parser, ServerConfig, spaces=True)
     add_config_file(parser)
-    parser.set_defaults(run=run, looks=True)
 
 
 def configs(args: Namespace) -> tuple[EngineConfig, ServerConfig, frozenset[str]]:

@@ -11,10 +11,8 @@ from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
-from ds_runtime.cli.config_file import add_config_file
-from ds_runtime.cli.flags import add_flags
-from ds_runtime.cli.run.serve import configs
-from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.cli.run.serve import add_settings, configs
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import UnsupportedError
 
 
@@ -27,10 +25,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "disk, and leave: for a container build on a machine with the accelerator. Of the model, "
         "config.json is enough; weights are random.",
     )
-    parser.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(parser, EngineConfig, spaces=True)
-    add_flags(parser, ServerConfig, spaces=True)
-    add_config_file(parser)
+    add_settings(parser)
     parser.set_defaults(run=run, looks=True)
 
 

@@ -125,7 +125,7 @@ class Binder:
         """What a kernel sees at a site."""
         return site_facts(self.base, site, self.entries)
 
-    def choose_layout(self, sites: Iterable[Site], key: str = KV) -> Layout:
+    def choose_layout(self, sites: Iterable[Site], key: str) -> Layout:
         """The layout of the best kernel that reads a whole cache, if every op on it has a kernel.
         key: of the ops that share it, as in `Op.layout`.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_runtime.common.hookimpl import hookimpl
-from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, RANK_REFERENCE, Facts, Kernel
+from ds_runtime.ops.contract import FP4_KEYS, FP8_GROUPS, RANK_REFERENCE, Facts, Gate, Kernel, gates
 from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.kernel import Footprint, Layout, Promises
@@ -55,11 +55,7 @@ def _refuse_index_dtype(facts: Facts) -> str | None:
     return f"index_pages holds {', '.join(ITEM_BYTES)} keys, not {facts.index_dtype}"
 
 
-def _accept(facts: Facts) -> str | None:
-    return None
-
-
-_GATES = {"": _accept, "kv": _refuse_kv_dtype, "index": _refuse_index_dtype}
+_GATES: dict[str, Gate] = {"": gates(), "kv": _refuse_kv_dtype, "index": _refuse_index_dtype}
 
 
 def _offer(name: str) -> Kernel:

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from ds_runtime.common.address import is_loopback
-from ds_runtime.common.patience import LINK_LIMITS, LinkLimits
+from ds_runtime.common.patience import LinkLimits
 from ds_runtime.errors import ConfigError, unreadable
 
 _MOST_BYTES = 1 << 24  # of a message to rank 0: a hello, with its plan
@@ -55,9 +55,7 @@ class LinkEnd:
     Raises ConfigError where keys are given and ZeroMQ was built without CURVE.
     """
 
-    def __init__(
-        self, kind: int, address: str, keys: LinkKeys | None, limits: LinkLimits = LINK_LIMITS
-    ) -> None:
+    def __init__(self, kind: int, address: str, keys: LinkKeys | None, limits: LinkLimits) -> None:
         self.closing, self.far = threading.Event(), address.startswith("tcp://")
         self.lock, self.limits = threading.Lock(), limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

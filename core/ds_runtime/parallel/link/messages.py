@@ -139,7 +139,7 @@ def report(
     end.close()
 
 
-def ask_why(address: str, keys: LinkKeys | None, limits: LinkLimits = LINK_LIMITS) -> str:
+def ask_why(address: str, keys: LinkKeys | None, limits: LinkLimits) -> str:
     """Why rank 0 has ended, if somebody tells in its place (`instead`) within `word`; else ""."""
     end, why = LinkEnd(zmq.DEALER, address, keys, limits), ""
     end.socket.connect(address)

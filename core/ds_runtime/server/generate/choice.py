@@ -114,7 +114,7 @@ def make_choices(
     job_id: str,
     prompts: list[tuple[Prompt, SamplingParams]],
     tokenizer: Tokenizer,
-    start_parser: StartParser | None = None,
+    start_parser: StartParser | None,
 ) -> list[Choice]:
     """Every choice of every prompt, prompts first. Each gets a parser of its own."""
     out: list[Choice] = []

@@ -102,7 +102,7 @@ class ChatFormat(Chunks):
         tokenizer: Tokenizer,
         logprobs: bool,
         usage: UsageChunks,
-        ids: bool = False,
+        ids: bool,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._logprobs, self._usage, self._ids = logprobs, usage, ids
@@ -232,8 +232,8 @@ class CompletionFormat(Chunks):
         logprobs: bool,
         usage: UsageChunks,
         echo: bool,
-        alone: bool = False,
-        ids: bool = False,
+        alone: bool,
+        ids: bool,
     ) -> None:
         self._model, self._tokenizer, self._ids = model, tokenizer, ids
         self._logprobs, self._usage, self._echo, self._alone = logprobs, usage, echo, alone

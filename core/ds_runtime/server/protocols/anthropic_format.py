@@ -27,8 +27,8 @@ class MessagesFormat(NamedEvents):
     def __init__(
         self,
         model: str,
-        keep: Callable[[str, list[Json]], None] | None = None,
-        edited: bool = False,
+        keep: Callable[[str, list[Json]], None] | None,
+        edited: bool,
     ) -> None:
         self._model, self._keep, self._edited = model, keep, edited
         self._blocks = Blocks()

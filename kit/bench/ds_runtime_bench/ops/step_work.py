@@ -1,12 +1,10 @@
-"""What a decode step and a prompt must at least move and compute, site by site. Torch-free."""
+"""What a decode step must at least move and compute, site by site. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import model_sites
 from ds_runtime.description.tree import HEAD
 from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Site
@@ -44,17 +42,3 @@ def step_bytes(
                 work = as_read(whole, kernel, site_facts(base, site))
                 step[name] = step.get(name, OpWork()) + work
     return found
-
-
-def prefill_flops(config: ModelConfig, tokens: int, tp: int = 1) -> float:
-    """FLOPs of a prompt of `tokens` tokens on one of `tp` ranks, the head for its last only."""
-    c, heads, total = config, config.heads // tp, 0.0
-    for site in model_sites(config, lambda module: "dense", tp):
-        if site.op == "mha_prefill":
-            total += tokens * (tokens + 1) * heads * (c.qk_head + c.v_head)
-        elif site.op in ("linear", "mla_absorb", "router_logits", "experts"):
-            rows: float = 1 if site.module == HEAD else tokens
-            if site.op == "experts" and c.routing is not None:
-                rows *= (c.routing.top_k + site.shape[0] - c.experts) / site.shape[0]
-            total += 2.0 * rows * site.values
-    return total

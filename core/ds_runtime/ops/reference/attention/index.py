@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_runtime.ops.contract import FP4_KEYS, Facts
 from ds_runtime.ops.dtypes import E2M1, decode_scale, fp8_vectors, is_fp8, torch_dtype, wide
 from ds_runtime.ops.reference.attention.cache import gather_rows
+from ds_runtime.ops.reference.attention.rope import rotated
 from ds_runtime.ops.reference.attention.window import turned
 from ds_runtime.ops.reference.matrices.rounding import to_e2m1
 
@@ -101,18 +102,6 @@ def hadamard(x: Tensor) -> Tensor:
     return torch.mul(x, d**-0.5)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first dims rotated, as pairs or as halves; cos and sin [..., r / 2]."""
-    r = 2 * cos.shape[-1]
-    if interleaved:
-        a, b = x[..., 0:r:2], x[..., 1:r:2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = x[..., : r // 2], x[..., r // 2 : r]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, x[..., r:]), dim=-1)
-
-
 def index_prologue(
     q: Tensor,
     k: Tensor,
@@ -130,8 +119,8 @@ def index_prologue(
     cos, sin = cos_sin[positions].to(compute).chunk(2, dim=-1)
     norm = (k.shape[-1],), norm_weight.to(compute), norm_bias.to(compute), eps
     keys = torch.nn.functional.layer_norm(k.to(compute), *norm)
-    keys = hadamard(_rotated(keys, cos, sin, interleaved))
-    queries = _rotated(q.to(compute), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
+    keys = hadamard(rotated(keys, cos, sin, interleaved))
+    queries = rotated(q.to(compute), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
     return _encoded(hadamard(queries), keys, cache, slots)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, wide
+from ds_runtime.ops.reference.attention.rope import rotated
 
 _ELEMENTS = 1 << 24  # rows are taken in groups so that what is gathered stays below this many
 
@@ -14,10 +15,8 @@ def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, sign: int = 1) -> Tens
     """x [tokens, heads, d] with its last dims rotated, as pairs."""
     table = cos_sin[positions].to(x.dtype).unsqueeze(1)
     cos, sin = table.chunk(2, dim=-1)
-    r, sin = table.shape[-1], sin * sign
-    a, b = x[..., -r::2], x[..., 1 - r :: 2]
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-r], pairs), dim=-1)
+    r = table.shape[-1]
+    return torch.cat((x[..., :-r], rotated(x[..., -r:], cos, sin * sign)), dim=-1)
 
 
 def _rounded(x: Tensor, group: int) -> Tensor:
