@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -126,24 +126,28 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-@contextlib.contextmanager
-def blaming(who: str, further: str, kind: type[PluginError] = PluginError) -> Iterator[None]:
+class blaming(contextlib.AbstractContextManager[None]):
     """What a plugin raises in here is a PluginError that names it. Exceptions are errors that are
     meant for people, memory that ran out, and an interrupt of the user.
 
-    further: the command that looks further.
+    who: the plugin and what it was asked; made only when it is needed where it is a function.
+    further: the command that looks further. One object may serve many times.
     """
-    try:
-        yield
-    except (DsRuntimeError, MemoryError):
-        raise
-    except KeyboardInterrupt as e:
-        e.add_note(f"in {who}")
-        raise
-    except BaseException as e:
-        if type(e).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-            raise
-        raise kind(f"{who} failed: {named(e)}; {further}") from e
+
+    def __init__(
+        self, who: str | Callable[[], str], further: str, kind: type[PluginError] = PluginError
+    ) -> None:
+        self._who, self._further, self._kind = who, further, kind
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # A plugin is asked for every weight, and a kernel at every call: nothing is made here.
+        if error is None or isinstance(error, DsRuntimeError | MemoryError):
+            return
+        who = self._who if isinstance(self._who, str) else self._who()
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"in {who}")
+        elif type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise self._kind(f"{who} failed: {named(error)}; {self._further}") from error
 
 
 def shown(value: object) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,32 +72,42 @@ def _torch_dtypes(tl: Any) -> dict[Any, torch.dtype]:
 
 @contextmanager
 def patched_once() -> Iterator[None]:
-    """Within, Triton's language is the interpreter's throughout.
+    """Within, Triton's language is the interpreter's throughout, and costs less.
 
     The interpreter looks through the whole language for what to replace at each launch, and again
-    at each call of a device function, where nothing is left to do: a third of a kernel's time.
+    at each call of a device function, where nothing is left to do. It computes integers a second
+    time, for an assertion that only its debug mode makes. All this is most of a kernel's time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, scopes = interpreter._patch_lang, {}
+    patch, scopes, patched = interpreter._patch_lang, {}, {}
     np_dtype = interpreter._get_np_dtype  # it builds a table of all dtypes at each call
     known = cache(np_dtype)
 
     def once(fn: Any) -> Any:
-        seen = {id(value) for value in fn.__globals__.values()}
-        key = id(tl) in seen, id(tl.core) in seen
-        if key not in scopes:
-            scopes[key] = patch(fn)
-        return interpreter._LangPatchScope()  # with nothing to restore
+        if fn not in patched:  # a function's module has its language from the start
+            seen = {id(value) for value in fn.__globals__.values()}
+            key = id(tl) in seen, id(tl.core) in seen
+            if key not in scopes:
+                scopes[key] = patch(fn)
+            patched[fn] = interpreter._LangPatchScope()  # with nothing to restore
+        return patched[fn]
 
     def looked_up(kind: Any) -> np.dtype:
         kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
         return known(kind) if type(kind) is tl.dtype else np_dtype(kind)  # pointers have no hash
 
+    def attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def called(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return member(*args, **kwargs, _semantic=semantic)
+
+        scope.set_attr(obj, name, called)
+
     tensor, block = tl.tensor.__init__, tl.block_type.__init__
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of tensors, which never change theirs
-    blocks: dict[tuple[int, ...], tuple[Any, int]] = {}
+    blocks: dict[tuple[int, ...], tuple[Any, int, dict[str, str]]] = {}
+    keys: dict[int, tuple[int, ...]] = {}  # of the shapes in `blocks`, by their identity
 
     def tensor_init(self: Any, handle: Any, kind: Any) -> None:
         key = tuple(kind.shape.values) if kind.is_block() else ()
@@ -107,22 +118,52 @@ def patched_once() -> Iterator[None]:
         self.shape, self.numel = shapes[key]
 
     def block_init(self: Any, element: Any, shape: Any) -> None:
-        key = tuple(int(getattr(n, "value", n)) for n in shape)
-        if key not in blocks:
-            block(self, element, shape)
-            blocks[key] = self.shape, self.numel
-        self.element_ty, (self.shape, self.numel) = element, blocks[key]
-        self.name = f"<{key}, {element}>"
+        key = keys.get(id(shape))
+        if key is None:
+            key = tuple(int(getattr(n, "value", n)) for n in shape)
+            if key not in blocks:
+                block(self, element, shape)
+                blocks[key] = self.shape, self.numel, {}
+                keys[id(self.shape)] = key
+        self.element_ty, (self.shape, self.numel, names) = element, blocks[key]
+        if element.name not in names:
+            names[element.name] = f"<{key}, {element}>"
+        self.name = names[element.name]
 
-    interpreter._patch_lang, interpreter._get_np_dtype = once, looked_up
-    tl.tensor.__init__, tl.block_type.__init__ = tensor_init, block_init
-    try:
-        yield
-    finally:
-        interpreter._patch_lang, interpreter._get_np_dtype = patch, np_dtype
-        tl.tensor.__init__, tl.block_type.__init__ = tensor, block
-        for scope in reversed(scopes.values()):
-            scope.restore()
+    semantic = interpreter.interpreter_semantic
+    kinds = frozenset((*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES))
+    checked, settled = semantic.binary_op_type_checking_impl, kinds | {"fp32"}
+
+    def operands(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Two of one shape and one dtype that no operation widens stay as they are."""
+        if type(lhs) is tl.tensor and type(rhs) is tl.tensor and lhs.shape is rhs.shape:
+            name = lhs.dtype.name
+            if name == rhs.dtype.name and name in settled:
+                return lhs, rhs
+        return checked(lhs, rhs, *args, **kwargs)
+
+    broadcast = semantic.broadcast_impl_value
+
+    def alike(lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
+
+    with pytest.MonkeyPatch.context() as at:
+        at.setattr(interpreter, "_patch_lang", once)
+        at.setattr(interpreter, "_patch_attr", attribute)
+        at.setattr(interpreter, "_get_np_dtype", looked_up)
+        at.setattr(tl.tensor, "__init__", tensor_init)
+        at.setattr(tl.block_type, "__init__", block_init)
+        at.setattr(tl.dtype, "is_int", lambda self: self.name in kinds)
+        at.setattr(semantic, "binary_op_type_checking_impl", operands)
+        at.setattr(semantic, "broadcast_impl_value", alike)
+        options = semantic.builder.options
+        asserts = replace(options, sanitize_overflow=options.sanitize_overflow and options.debug)
+        at.setattr(semantic.builder, "options", asserts)
+        try:
+            yield
+        finally:
+            for scope in reversed(scopes.values()):
+                scope.restore()
 
 
 @contextmanager

@@ -147,6 +147,8 @@ def target_format(quantize: str, module: str, stored: str) -> str:
 
 def with_target(quantize: str, format_of: Callable[[str], str]) -> Callable[[str], str]:
     """`format_of` after rounding."""
+    if quantize == "none":
+        return format_of  # a model has tens of thousands of weights
     return lambda module: target_format(quantize, module, format_of(module))
 
 

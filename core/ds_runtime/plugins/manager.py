@@ -339,8 +339,10 @@ def _guarded(loader: QuantLoader, plugin: str) -> QuantLoader:
     def guard(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         further = f"ds-runtime plugins --verbose says where plugin {plugin} comes from"
 
+        blamed = blaming(f"loader {loader.name} of plugin {plugin}, {what},", further)
+
         def asked(*args: Any) -> Any:
-            with blaming(f"loader {loader.name} of plugin {plugin}, {what},", further):
+            with blamed:
                 return function(*args)
 
         return asked

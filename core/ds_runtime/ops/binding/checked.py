@@ -49,10 +49,10 @@ def checked(bound: Bound, name: str, call: Callable[..., Any]) -> Callable[..., 
 
     Raises KernelError where the kernel fails, or gives back something else than it owes.
     """
-    expects = RESULTS.get(name)
+    expects, further = RESULTS.get(name), bound.further()
 
     def run(*args: Any) -> Any:
-        with blaming(f"{bound}, given {said(forms(args))},", bound.further(), KernelError):
+        with blaming(lambda: f"{bound}, given {said(forms(args))},", further, KernelError):
             result = call(*args)
         if expects is not None:
             results = result if isinstance(result, tuple) else (result,)
@@ -60,7 +60,7 @@ def checked(bound: Bound, name: str, call: Callable[..., Any]) -> Callable[..., 
             expected = expects(bound.facts, *args)
             if found != expected:
                 raise KernelError(
-                    f"{bound}, gave {said(found)}, expected {said(expected)}; {bound.further()}"
+                    f"{bound}, gave {said(found)}, expected {said(expected)}; {further}"
                 )
         return result
 
