@@ -201,10 +201,11 @@ def check_all(cases):
 class Front:
     """What a server's front end does: it starts the ranks, asks, and has them closed."""
 
-    def __init__(self, folder, phase):
+    def __init__(self, folder, phase, **more):
         config = EngineConfig(
             model="demo", platform="mortal", dtype="float32", kv_memory=32_000_000, threads=1,
             context_length=128, tp=2, max_running_requests=2, disable_graph=phase != "capture",
+            **more,
         )  # fmt: skip
         self.engine = self.made(config, folder, ("platform",), ("mortal",))
         self.context = zmq.Context()
