@@ -36,6 +36,7 @@ WHY = {
     "exit": "engine rank {rank} has left by itself with exit code 7",
     "kill": "engine rank {rank} was ended by SIGKILL",
     "stop": "engine rank {rank} was stopped by a signal and not continued for 3 s",
+    "sleep": "engine rank {rank} did not come within 5 s (--dist-timeout) to what engine rank ",
 }
 IN_A_PLUGIN = {  # a rank's exception there has become a sentence
     "load": r"kernel mortal\.Linear of plugin mortal, linear at layers\.0\.\S+, given .*, failed: ",

@@ -155,9 +155,7 @@ class StepInputs:
             added.prompts = self.prompts(prefills, table[count:], adapts, upload)
         return added
 
-    def prompts(
-        self, works: Sequence[Work], table: Table, adapts: bool, upload: Upload
-    ) -> Prompts:
+    def prompts(self, works: Sequence[Work], table: Table, adapts: bool, upload: Upload) -> Prompts:
         """Add the arrays of prompts to an upload. table: whose first rows are their pages, and may
         have more of them than they need. adapts: rows have adapters."""
         needed = max(-(-(w.start + w.length) // self.page_size) for w in works)
