@@ -12,16 +12,17 @@ _READER = "one process reads and writes text"
 
 API: Mapping[str, str | Spelling] = {
     **ignored(
-        "not needed: tools are parsed where a request brings them",
-        """
-        --enable|disable-auto-tool-choice
-        """,
+        f"{ALWAYS}: tools are parsed where a request brings them", "--enable-auto-tool-choice"
+    ),
+    **ends(
+        "a request that wants no tools says so: tool_choice none",
+        "--disable-auto-tool-choice --no-enable-auto-tool-choice",
     ),
     **ignored("not needed: thinking is parsed where the model thinks", "--enable-reasoning"),
     **ignored(
         _GRAMMARS,
         """
-        --grammar-backend X  --guided-decoding-backend X  --structured-outputs-config X
+        --grammar-backend X  --guided-decoding-backend X
         --disable-outlines-disk-cache
         """,
     ),
@@ -29,7 +30,7 @@ API: Mapping[str, str | Spelling] = {
         "the spaces that JSON may have are fixed: leave it out",
         """
         --constrained-json-whitespace-pattern X  --constrained-json-disable-any-whitespace
-        --constrained-json-max-whitespace-cnt N
+        --constrained-json-max-whitespace-cnt N  --structured-outputs-config {}|X
         """,
     ),
     **ignored("the template says what it takes", "--chat-template-content-format X"),
@@ -104,7 +105,7 @@ API: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored("every step's tokens are sent at once", "--stream-interval N --batch-notify-size N"),
-    **ignored("requests bring their own seed", "--random-seed N --seed N"),
+    **ends("requests bring their own seed: leave it out", "--random-seed N --seed N"),
 }
 LISTENING: Mapping[str, str | Spelling] = {
     **ignored(

@@ -40,8 +40,8 @@ def rows_of(works: Sequence[Work], halves: Halves) -> tuple[int, ...]:
 def added(
     whole: Added, halves: Sequence[Sequence[Work]], inputs: StepInputs, upload: Upload
 ) -> list[Added]:
-    """What `inputs.add` makes of each half's works, cut out of the whole step's arrays, which are
-    in the same upload: making them again would cost the host as much as the step does."""
+    """What `inputs.add` makes of each half's works, cut out of the whole step's arrays in the same
+    upload. To make them again would cost the host as much as the step."""
     assert whole.prompts is not None and whole.logit_rows is not None, "prompts are divided"
     wanted, table = upload.array(whole.logit_rows), upload.array(whole.prompts.table)
     found, begin = list[Added](), 0
