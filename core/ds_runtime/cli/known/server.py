@@ -12,11 +12,10 @@ _READER = "one process reads and writes text"
 
 API: Mapping[str, str | Spelling] = {
     **ignored(
-        f"{ALWAYS}: tools are parsed where a request brings them", "--enable-auto-tool-choice"
-    ),
-    **ends(
-        "a request that wants no tools says so: tool_choice none",
-        "--disable-auto-tool-choice --no-enable-auto-tool-choice",
+        "not needed: tools are parsed where a request brings them",
+        """
+        --enable|disable-auto-tool-choice
+        """,
     ),
     **ignored("not needed: thinking is parsed where the model thinks", "--enable-reasoning"),
     **ignored(

@@ -61,8 +61,7 @@ def added(
             assert whole.adapters is not None, "a row has one"
             half.adapters = upload.add(upload.array(whole.adapters)[begin:end])
         if number:  # decode rows are in the first half
-            half.rows = half.rows._replace(lens=[], q_lens=())
-            half.table = half.branched = None
+            half.rows, half.branched = half.rows._replace(lens=[]), None
         if prompts := [work for work in works if not work.as_decode]:
             pages = table[-len(prompts) :] if number else table
             half.prompts = inputs.prompts(prompts, pages, adapts, upload)
