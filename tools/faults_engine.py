@@ -15,6 +15,20 @@ ENGINE: tuple[Fault, ...] = (
         ("tests/core/parallel/test_halves.py::test_two_halves_are_the_step",),
     ),
     Fault(
+        "the second half of a step reads the pages of the first",
+        "core/ds_runtime/engine/step/halves.py",
+        "table[-len(prompts) :] if number else table",
+        "table",
+        ("tests/core/engine/test_halves_inputs.py::test_a_half_is_a_step_of_its_works",),
+    ),
+    Fault(
+        "a slow rank is not named",
+        "core/ds_runtime/parallel/group.py",
+        "if not (late := absent(board, rank, dist.get_world_size())):",
+        "if True or not (late := absent(board, rank, dist.get_world_size())):",
+        ("tests/core/parallel/test_absent.py::test_the_others_name_the_rank_that_does_not_come",),
+    ),
+    Fault(
         "sums of halves overlap nothing",
         "core/ds_runtime/parallel/sums/overlapped.py",
         "return _overlaps.get()",

@@ -45,7 +45,9 @@ Flags have SGLang's names. vLLM's names for the same are accepted, too. Undersco
 hyphens, and lists take commas or spaces. Every flag of SGLang 0.5.23 and of vLLM 0.33.0 is known.
 
 * A flag in the right column is the setting that the left one sets.
-* A sentence is printed, and the start continues.
+* A sentence is printed, and the start continues. Answers, memory and safety are the same without
+  such a flag. It tunes how fast another engine runs or what it logs, belongs to a refused flag, or
+  asks for what is so here.
 * A sentence marked "refused" ends the start.
 * A value marked "accepted" asks for what is so anyway.
 * A flag without a value may have `no-` in front, where it turns something on or changes nothing.

@@ -36,6 +36,7 @@ WHY = {
     "exit": "engine rank {rank} has left by itself with exit code 7",
     "kill": "engine rank {rank} was ended by SIGKILL",
     "stop": "engine rank {rank} was stopped by a signal and not continued for 3 s",
+    "sleep": "engine rank {rank} did not come within 5 s (--dist-timeout) to what engine rank ",
 }
 IN_A_PLUGIN = {  # a rank's exception there has become a sentence
     "load": r"kernel mortal\.Linear of plugin mortal, linear at layers\.0\.\S+, given .*, failed: ",
@@ -201,10 +202,11 @@ def check_all(cases):
 class Front:
     """What a server's front end does: it starts the ranks, asks, and has them closed."""
 
-    def __init__(self, folder, phase):
+    def __init__(self, folder, phase, **more):
         config = EngineConfig(
             model="demo", platform="mortal", dtype="float32", kv_memory=32_000_000, threads=1,
             context_length=128, tp=2, max_running_requests=2, disable_graph=phase != "capture",
+            **more,
         )  # fmt: skip
         self.engine = self.made(config, folder, ("platform",), ("mortal",))
         self.context = zmq.Context()

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.parallel.skew import absent
 from ds_runtime.platform.contract import NormedSum
 
 
@@ -99,14 +100,34 @@ def _counted(collective: _Collective) -> _Collective:
     return call
 
 
-def _timed(group: Any, run: Callable[[], _Found]) -> _Found:
-    """Run it, and add its seconds to those that the group has waited."""
+def _timed(group: Any, run: Callable[[], _Found], since: float | None = None) -> _Found:
+    """As `_in_time`, and add its seconds to those that the group has waited."""
     begin = perf_counter()
-    found = run()
+    found = _in_time(group, run, since)
     waited = getattr(group, "waited", None)  # a plugin's class may enter a group in its own way
     if waited is not None:
         waited.seconds += perf_counter() - begin
     return found
+
+
+def _in_time(group: Any, run: Callable[[], _Found], since: float | None = None) -> _Found:
+    """Run what waits for other ranks. since: of `perf_counter`, when the wait began; None: now.
+    Raises EngineDeadError with the ranks that did not come, where that is why it fails."""
+    begin = perf_counter() if since is None else since
+    try:
+        return run()
+    except RuntimeError as e:  # which says that a time is over, and not whose fault it is
+        timeout = getattr(group, "_timeout", None)
+        if timeout is None or perf_counter() - begin < 0.9 * timeout.total_seconds():
+            raise
+        rank, board = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        if not (late := absent(board, rank, dist.get_world_size())):
+            raise
+        names = " and ".join(f"engine rank {other}" for other in late)
+        raise EngineDeadError(
+            f"{names} did not come within {timeout.total_seconds():.0f} s (--dist-timeout) to what "
+            f"engine rank {rank} waits for: it hangs, or needs more time"
+        ) from e
 
 
 class TorchCommunicator:
@@ -122,7 +143,9 @@ class TorchCommunicator:
       collective.
 
     `waited` counts what the host spent in the collectives of all groups. It leaves out those of a
-    captured step that the device runs by itself. Raises ConfigError if torch has no
+    captured step that the device runs by itself. A collective that a rank does not come to within
+    the timeout raises EngineDeadError with its number, if the backend raises RuntimeError then.
+    Raises ConfigError if torch has no
     torch.distributed, or this process is in a group already.
     """
 
@@ -186,11 +209,13 @@ class TorchCommunicator:
 
     def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
         """The backend's own sum: a subclass with another `all_reduce` overrides this, too."""
-        dtype, y = x.dtype, self._summable(x)
+        dtype, y, begin = x.dtype, self._summable(x), perf_counter()
         work = _timed(self, lambda: dist.all_reduce(y, group=self._group, async_op=True))
 
         def summed() -> Tensor:
-            _timed(self, work.wait)  # of a device's queue, or of the host where that computes
+            _timed(
+                self, work.wait, begin
+            )  # of a device's queue, or of the host where that computes
             return y.to(dtype)
 
         return summed
@@ -222,24 +247,26 @@ class TorchCommunicator:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         y = x.contiguous()
-        dist.broadcast(y, self._ranks[source], group=self._group)
+        _in_time(self, lambda: dist.broadcast(y, self._ranks[source], group=self._group))
         return y
 
     def send(self, x: Tensor, to: int) -> None:
-        dist.send(x.contiguous(), self._ranks[to], group=self._group)
+        y = x.contiguous()
+        _in_time(self, lambda: dist.send(y, self._ranks[to], group=self._group))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        dist.recv(x, self._ranks[source], group=self._group)
+        _in_time(self, lambda: dist.recv(x, self._ranks[source], group=self._group))
         return x
 
     def barrier(self) -> None:
         index = None if self._device is None else self._device.index
-        dist.barrier(self._group, device_ids=None if index is None else [index])
+        own = None if index is None else [index]
+        _in_time(self, lambda: dist.barrier(self._group, device_ids=own))
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        _in_time(self, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def ordered_sum(self, values: int) -> Callable[[Tensor], Tensor] | None:

@@ -1,8 +1,13 @@
-"""Which rank comes last to the collectives of a step, and by how much."""
+"""Which rank comes last to the collectives of a step, and by how much; and which does not come."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
 _PENDING = 64  # steps of which not every rank has told
+_TELLING = 1.0  # seconds: ranks that came to a collective together give up together
 
 
 class Skew:
@@ -31,3 +36,23 @@ class Skew:
                 self.late[one] += longest - own
         elif len(self._pending) > _PENDING:
             del self._pending[min(self._pending)]
+
+
+class Board(Protocol):
+    """What all ranks write to and read: a Store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def absent(board: Board, rank: int, ranks: int) -> Sequence[int]:
+    """Say that this rank has waited for others too long. Returns those that do not say so, too,
+    within a second, by their numbers: whom all wait for."""
+    keys = {other: f"ds-runtime/gave-up/{other}" for other in range(ranks)}
+    board.set(keys.pop(rank), "")
+    deadline = time.monotonic() + _TELLING
+    while keys and time.monotonic() < deadline:
+        keys = {other: key for other, key in keys.items() if not board.check([key])}
+        time.sleep(0.02)
+    return [*keys]

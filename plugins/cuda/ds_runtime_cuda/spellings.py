@@ -69,10 +69,10 @@ FLAGS: Mapping[str, str | Spelling] = {
         ("--enable-cumem-allocator", "--disable-cumem-allocator"),
         nothing("memory is allocated in one way here"),
     ),
-    **dict.fromkeys(
-        ("--enable-nccl-comm-suspend", "--disable-nccl-comm-suspend"),
-        nothing("an engine without requests keeps its memory"),
+    "--enable-nccl-comm-suspend": refused(
+        "an engine without requests keeps its memory: leave it out"
     ),
+    "--disable-nccl-comm-suspend": nothing("an engine without requests keeps its memory"),
     **dict.fromkeys(
         ("--disable-nccl-for-dp-synchronization", "--enable-nccl-for-dp-synchronization"),
         nothing("ranks agree on a step in one way here"),
@@ -91,7 +91,10 @@ FLAGS: Mapping[str, str | Spelling] = {
     "--disable-flashinfer-cutlass-moe-fp4-allgather": nothing(
         "rows of all ranks are gathered as they are"
     ),
-    "--flashinfer-mxfp4-moe-precision": nothing("--pin experts=KERNEL chooses the kernel", "one"),
+    "--flashinfer-mxfp4-moe-precision": replace(
+        refused("is --pin experts=KERNEL here", "one"),
+        values={"default": Spelling(takes="one")},
+    ),
     "--flashinfer-mla-disable-ragged": nothing("--pin mha_prefill=KERNEL chooses the kernel"),
     "--disable-flashinfer-autotune": nothing("nothing is tuned while serving"),
     "--enable-flashinfer-autotune": nothing("nothing is tuned while serving"),

@@ -23,6 +23,7 @@ from ds_runtime_cpu.platform import CpuPlatform
 
 CAUSE = "this is the cause"
 PROMPT = 40  # tokens of the prompts that count; the first steps have others
+SLEEP = 60.0  # seconds
 
 
 def rank() -> int:
@@ -49,6 +50,8 @@ def die(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         return os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "sleep":  # longer than others wait
+        return time.sleep(SLEEP)
     raise SystemExit(CAUSE) if how == "leave" else RuntimeError(CAUSE)
 
 
@@ -78,7 +81,21 @@ def never(hold: bool) -> None:
         wait(3600)
 
 
-class Deaf(TorchCommunicator):
+class Starting(TorchCommunicator):
+    """Its sums that overlap compute are what a rank dies in: where the others have started one that
+    it has not ("unstarted"), and where it has started its own ("started")."""
+
+    def all_reduce_async(self, x):
+        counts = x.shape[0] == PROMPT // 2
+        if counts:
+            die("unstarted")
+        end = super().all_reduce_async(x)
+        if counts:
+            die("started")
+        return end
+
+
+class Deaf(Starting):
     """Does not notice that a rank has died, and leaves the group only together with all others."""
 
     hold = False
@@ -91,6 +108,10 @@ class Deaf(TorchCommunicator):
 
     def all_reduce(self, x):
         return self._or_never(super().all_reduce, x)
+
+    def all_reduce_async(self, x):
+        end = super().all_reduce_async(x)
+        return lambda: self._or_never(end)
 
     def all_gather(self, x):
         return self._or_never(super().all_gather, x)
@@ -128,7 +149,7 @@ class Spinning(TorchCommunicator):
         return super().all_reduce(x)
 
 
-KINDS = {"gloo": TorchCommunicator, "deaf": Deaf, "holding": Holding, "spinning": Spinning}
+KINDS = {"gloo": Starting, "deaf": Deaf, "holding": Holding, "spinning": Spinning}
 
 
 class Dying:

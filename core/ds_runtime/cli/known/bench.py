@@ -10,7 +10,7 @@ from ds_runtime.config.spelling import Spelling
 BATCH: Mapping[str, str | Spelling] = {
     **ignored("a server's /start_profile writes traces", "--profile"),
     **ignored("a record has its command", "--run-name X"),
-    **ignored("--json prints the record", "--result-filename X"),
+    **ends("is --json here, which prints the record", "--result-filename X"),
 }
 SERVING: Mapping[str, str | Spelling] = {
     **ignored("every server is asked in OpenAI's words: --endpoint", "--backend X"),

@@ -41,7 +41,7 @@ RANKS: Mapping[str, str | Spelling] = {
         "is so here unless --disable-custom-all-reduce follows",
         {"disable_custom_all_reduce": "False"},
     ),
-    **ignored("--dist-timeout is for all ranks", "--cpu-distributed-timeout-seconds N"),
+    **ends("is --dist-timeout here, for all ranks", "--cpu-distributed-timeout-seconds N"),
     **ends(_STAGES, "--pp-size 1|N --pipeline-parallel-size 1|N"),
     **ignored(
         "stages of layers are not built yet",
@@ -74,41 +74,48 @@ RANKS: Mapping[str, str | Spelling] = {
         "ranks that divide one sequence are not built yet",
         """
         --dcp-comm-backend X  --[no-]dcp-replicate-q-proj  --enable-cp-decode-attn-tp
-        --enable-dsa-cache-layer-split  --dcp-q-replicate
+        --dcp-q-replicate
         --dcp-kv-cache-interleave-size N  --cp-kv-cache-interleave-size N
         """,
     ),
-    **ends("cached pages are not divided among ranks: leave it out", "--enable-kv-cache-sharding"),
+    **ends(
+        "cached pages are not divided among ranks: leave it out",
+        "--enable-kv-cache-sharding --enable-dsa-cache-layer-split",
+    ),
     **ignored(
         _SUMS,
         """
-        --enable-torch-symm-mem  --enable-symm-mem  --enable-mscclpp  --enable-p2p-check
+        --enable-torch-symm-mem  --enable-symm-mem  --enable-mscclpp
         --boundary-reduction X  --enable-fused-moe-sum-all-reduce
         """,
     ),
     **ends("sums of ranks are not quantised: leave it out", "--enable-quant-communications"),
+    **ends("is ds-runtime conform --ranks N here, before the start", "--enable-p2p-check"),
     **ignored(
         "what ranks divide follows from --tp, --dp and --ep",
         """
         --enable-attn-tp-input-scattered  --disable-attn-tp-gather  --enable-layernorm-sp
-        --enable-dense-mlp-attn-tp  --enable-shared-experts-attn-tp
+        --enable-dense-mlp-attn-tp  --enable-shared-experts-attn-tp  --shared-experts-tp-size N
         --enable-dp-attention-local-control-broadcast  --enable|disable-hc-sp
         --enable|disable-batch-sharded-sampling
         """,
     ),
     **ignored("ranks agree on every step", "--dp-sync-interval N"),
-    **ignored("ranks are processes of the server", "--distributed-executor-backend X"),
+    **ends(
+        "ranks and replicas are processes of the server: leave it out",
+        "--distributed-executor-backend mp|uni|X --data-parallel-backend mp|X",
+    ),
     **ignored(
         "replicas are processes of the server",
         """
-        --data-parallel-backend X  --data-parallel-supervisor-port N
+        --data-parallel-supervisor-port N
         --dp-supervisor-probe-interval-s N  --dp-supervisor-probe-timeout-s N
         --dp-supervisor-probe-failure-threshold N
         """,
     ),
-    **ignored(
-        "--on-engine-death says what follows when an engine dies",
-        "--enable|disable-fault-tolerance --fault-tolerance-config X",
+    **ends(
+        "--on-engine-death says what follows when an engine dies: leave it out",
+        "--enable|disable-fault-tolerance --fault-tolerance-config {}|X",
     ),
     **ends("ranks are processes of the server: leave it out", "--use-ray"),
     **ends("a rank does not wait for a word from outside: leave it out", "--gated-launch-port N"),
@@ -146,12 +153,12 @@ EXPERTS: Mapping[str, str | Spelling] = {
         --enable-waterfill
         """,
     ),
+    **ends(
+        "is --expert-metrics here, which counts tokens", "--expert-distribution-recorder-mode X"
+    ),
     **ignored(
         "--expert-metrics counts tokens",
-        """
-        --expert-distribution-recorder-mode X  --expert-distribution-recorder-buffer-size N
-        --expert-balancedness-report-mode X
-        """,
+        "--expert-distribution-recorder-buffer-size N --expert-balancedness-report-mode X",
     ),
     **ignored(
         "rows of all ranks are gathered: no other way is built yet",

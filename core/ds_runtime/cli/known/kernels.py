@@ -75,7 +75,8 @@ KERNELS: Mapping[str, str | Spelling] = {
         --disable-chunked-prefix-cache  --prefill-kv-cache-dequant-dtype X
         """,
     ),
-    **ignored("the platform's plugin has the sampler", "--sampling-backend X --use-fp64-gumbel"),
+    **ignored("the platform's plugin has the sampler", "--sampling-backend X"),
+    **ignored("draws and their sums are float64", "--use-fp64-gumbel"),
     **ends(
         "attention reads as the model's config says: leave it out",
         "--disable|enable-sliding-window",

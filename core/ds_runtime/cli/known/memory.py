@@ -34,12 +34,7 @@ TIERS: Mapping[str, str | Spelling] = {
         --hicache-host-memory-mode cache|X
         """,
     ),
-    **ignored(
-        "--hicache-ratio and --hicache-size size the host memory",
-        """
-        --hicache-host-memory-fraction N
-        """,
-    ),
+    **ends("is --hicache-ratio or --hicache-size here", "--hicache-host-memory-fraction N"),
     **ends(
         "pages used least recently leave first, and no other order is built yet: leave it out",
         "--radix-eviction-policy lru|X --radix-eviction-policy-config X",

@@ -15,18 +15,25 @@ FILES: Mapping[str, str | Spelling] = {
     "--model-path": "model",
     "--max-model-len": "context_length",
     **ignored("not needed: no remote code is run", "--trust-remote-code --code-revision X"),
-    **ignored("not needed: the model's own encoding is known", "--tokenizer-mode X"),
-    **ignored("not needed: the runtime reads tokenizer.json itself", "--tokenizer-backend X"),
-    **ignored(f"not needed: {_STORED}; --quantize rounds while loading", "--quantization X"),
-    **ignored(
-        f"not needed: {_STORED}",
-        """
-        --quantization-param-path X  --speculative-draft-model-quantization X
-        --allow-deprecated-quantization
-        """,
+    **ends(
+        "prompts are encoded as the model's own code does: leave it out",
+        "--tokenizer-mode auto|slow|hf|deepseek_v32|deepseek_v4|X",
     ),
-    **ignored("the model's code is the runtime's own", "--model-impl X --model-config-parser X"),
-    **ends("the checkpoint's config.json is read: put it there", "--config-format auto|hf|X"),
+    **ignored("not needed: the runtime reads tokenizer.json itself", "--tokenizer-backend X"),
+    **ends(
+        f"{_STORED}: leave it out, or give --quantize, which rounds while loading",
+        "--quantization X --speculative-draft-model-quantization X",
+    ),
+    **ends(
+        "an FP8 cache holds keys without scales: leave it out, or give --kv-cache-dtype auto",
+        "--quantization-param-path X --calculate-kv-scales",
+    ),
+    **ignored(_STORED, "--allow-deprecated-quantization"),
+    **ends("the model's code is the runtime's own: leave it out", "--model-impl auto|X"),
+    **ends(
+        "the checkpoint's config.json is read: put it there",
+        "--config-format auto|hf|X --model-config-parser auto|hf|X",
+    ),
     **ends(
         "code from outside is a plugin here: docs/writing-a-plugin.md",
         """
@@ -34,9 +41,6 @@ FILES: Mapping[str, str | Spelling] = {
         --scheduler-cls X  --io-processor-plugin X  --tool-parser-plugin X
         --reasoning-parser-plugin X  --middleware X
         """,
-    ),
-    **ignored(
-        "not needed: rows of an FP8 cache need no scales of the model", "--calculate-kv-scales"
     ),
     **ends(
         "text comes in and goes out: leave it out",
@@ -113,7 +117,10 @@ LOADING: Mapping[str, str | Spelling] = {
     ),
     **ignored("a rank loads what it holds", "--enable|disable-ep-weight-filter"),
     **ignored("the log says how loading goes", "--[no-]use-tqdm-on-load"),
-    **ignored("clients see the name of --served-model-name", "--weight-version X"),
+    **ends(
+        "answers have the name of --served-model-name, and no version: leave it out",
+        "--weight-version default|X",
+    ),
 }
 ADAPTERS: Mapping[str, str | Spelling] = {
     "--lora-paths": _LORA,
@@ -234,7 +241,7 @@ OTHERS: Mapping[str, str | Spelling] = {
         """
         --enable-megamoe-for-layernorm-sp  --enable-scattered-sconv
         --[no-]ple-offload-embedding  --ple-offload-backend X  --ple-offload-dir X
-        --qsa-indexer-dtype X  --shared-experts-tp-size N  --kv-sharing-fast-prefill
+        --qsa-indexer-dtype X  --kv-sharing-fast-prefill
         --engram-config X  --[no-]cohere-is-reasoning-model  --cohere-format X
         """,
     ),

@@ -22,10 +22,11 @@ LOGS: Mapping[str, str | Spelling] = {
     **ignored(
         _LINE,
         """
-        --log-requests-level N  --enable-request-time-stats-logging  --max-log-len N
-        --enable|disable-log-outputs  --[no-]enable-log-deltas  --disable-log-deltas
+        --enable-request-time-stats-logging  --max-log-len N
+        --[no-]enable-log-deltas  --disable-log-deltas
         """,
     ),
+    **ends(f"{_LINE}: leave it out", "--log-requests-level 0|N --enable|disable-log-outputs"),
     **ends("is --log-format here", "--log-requests-format text|X"),
     **ends(
         "lines go to stderr: let the shell send them elsewhere",
@@ -33,8 +34,8 @@ LOGS: Mapping[str, str | Spelling] = {
         --log-requests-target stdout|X...
         """,
     ),
-    **ignored(
-        "--no-access-log leaves the lines of all routes out",
+    **ends(
+        "is --no-access-log here, for all routes",
         """
         --uvicorn-access-log-exclude-prefixes X...  --disable-access-log-for-endpoints X
         """,
@@ -62,7 +63,7 @@ METRICS: Mapping[str, str | Spelling] = {
     **ignored(
         "/metrics is always there",
         """
-        --disable-log-stats  --enable-metrics-for-all-schedulers  --enable|disable-mfu-metrics
+        --disable-log-stats  --enable-metrics-for-all-schedulers
         """,
     ),
     **ignored("not needed: /load says it", "--enable|disable-server-load-tracking"),
@@ -70,6 +71,7 @@ METRICS: Mapping[str, str | Spelling] = {
         "/metrics has what docs/metrics.md lists: leave it out",
         """
         --show-hidden-metrics-for-version X  --kv-cache-metrics  --kv-cache-metrics-sample N
+        --enable|disable-mfu-metrics
         """,
     ),
     **ends(
@@ -119,7 +121,9 @@ LOOKING: Mapping[str, str | Spelling] = {
     **ends("is --profile-dir FOLDER here", "--profiler-config {}|X"),
     **ends("is --watchdog-timeout here", "--watchdog-config {}|X"),
     **ignored("a server's /start_profile writes traces", "--ray-workers-use-nsight"),
-    **ignored("the start names variables that nothing reads", "--fail-on-environ-validation"),
+    **ends(
+        "the start names variables that nothing reads: leave it out", "--fail-on-environ-validation"
+    ),
     **ignored(
         "steps are captured and tried before the port opens",
         "--jit-monitor-mode X --jit-monitor-verbose",

@@ -21,7 +21,7 @@ API: Mapping[str, str | Spelling] = {
     **ignored(
         _GRAMMARS,
         """
-        --grammar-backend X  --guided-decoding-backend X  --structured-outputs-config X
+        --grammar-backend X  --guided-decoding-backend X
         --disable-outlines-disk-cache
         """,
     ),
@@ -29,7 +29,7 @@ API: Mapping[str, str | Spelling] = {
         "the spaces that JSON may have are fixed: leave it out",
         """
         --constrained-json-whitespace-pattern X  --constrained-json-disable-any-whitespace
-        --constrained-json-max-whitespace-cnt N
+        --constrained-json-max-whitespace-cnt N  --structured-outputs-config {}|X
         """,
     ),
     **ignored("the template says what it takes", "--chat-template-content-format X"),
@@ -104,7 +104,7 @@ API: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored("every step's tokens are sent at once", "--stream-interval N --batch-notify-size N"),
-    **ignored("requests bring their own seed", "--random-seed N --seed N"),
+    **ends("requests bring their own seed: leave it out", "--random-seed N --seed N"),
 }
 LISTENING: Mapping[str, str | Spelling] = {
     **ignored(

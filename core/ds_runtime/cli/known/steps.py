@@ -22,8 +22,8 @@ _ORDER = Spelling(
     },
 )
 _LOWEST_FIRST = Spelling(
-    "is --policy priority here, where the highest number comes first, and not the lowest",
-    {"policy": "priority"},
+    "is --policy priority here, where the highest number comes first: turn the numbers round",
+    refused=True,
     takes="one",
 )
 _ADMITTED = "a request starts when there are pages for its prompt, and may be preempted"
@@ -72,9 +72,9 @@ SCHEDULING: Mapping[str, str | Spelling] = {
         """
         --max-num-partial-prefills N  --max-long-partial-prefills N  --prefill-max-requests N
         --long-prefill-token-threshold N  --long-prefill-token-threshold-adaptive
-        --max-num-scheduled-tokens N
         """,
     ),
+    **ends("is --max-step-tokens here", "--max-num-scheduled-tokens N"),
     **ends("a prompt that is too long is refused: shorten it", "--allow-auto-truncate"),
     **ends(
         "the highest number comes first: turn the numbers round",
@@ -178,7 +178,7 @@ SPECULATION: Mapping[str, str | Spelling] = {
         """
         --uno-lora-path X  --enable-multi-layer-eagle  --speculative-token-map X
         --speculative-draft-window-size N  --speculative-draft-sink-size N
-        --speculative-ngram-external-corpus-path X
+        --speculative-ngram-external-corpus-path X  --spec-trace-dir X
         """,
     ),
     **ignored(
@@ -191,16 +191,20 @@ SPECULATION: Mapping[str, str | Spelling] = {
         --speculative-ngram-min-bfs-breadth N  --speculative-ngram-max-bfs-breadth N
         --speculative-ngram-match-type X  --speculative-ngram-max-trie-depth N
         --speculative-ngram-capacity N  --speculative-ngram-external-sam-budget N
-        --speculative-ngram-external-corpus-max-tokens N  --spec-trace-dir X
+        --speculative-ngram-external-corpus-max-tokens N
         """,
     ),
     **ignored(
         "the draft layer is loaded and computed as the model is",
         """
         --speculative-draft-load-format X  --speculative-draft-attention-backend X
-        --speculative-draft-kv-cache-dtype X  --speculative-moe-runner-backend X
+        --speculative-moe-runner-backend X
         --speculative-dsa-topk-backend X  --[no-]speculative-enable-w4a4-mxfp4-megamoe
         """,
+    ),
+    **ends(
+        "the draft layer's cache has the dtype of the model's: --kv-cache-dtype",
+        "--speculative-draft-kv-cache-dtype auto|X",
     ),
     **ignored(
         "--speculative-adaptive measures what it decides by",

@@ -15,7 +15,7 @@ from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim
 from ds_runtime.engine.speculate.branching import branching
 from ds_runtime.engine.speculate.chain import Chain, Drafting
 from ds_runtime.engine.speculate.follow import Own, follow
-from ds_runtime.engine.step.halves import divided
+from ds_runtime.engine.step.halves import added, divided
 from ds_runtime.engine.step.inputs import read_last_tokens
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle, finite_rows
 from ds_runtime.engine.step.sampler import Draws
@@ -75,11 +75,12 @@ class OpByOp:
             step.own = Own.of(works, parts, sent)
         order = parts.exchange.order(works, sent)
         own = (parts.exchange.own(works), *halves)
-        whole, *apart = [parts.inputs.add(some, sent, branched=parts.branched) for some in own]
+        whole = parts.inputs.add(own[0], sent, branched=parts.branched)
+        apart = added(whole, halves, parts.inputs, sent) if halves else ()
         sent.send()
         step.batch = parts.batch(whole, sent, order())
         # The first half's decode rows are those of the step, of which kernels have been told.
-        step.halves = [added.batch(sent, parts.states) for added in apart]
+        step.halves = [half.batch(sent, parts.states) for half in apart]
         for batch, some in zip((step.batch, *step.halves), own, strict=True):
             drawn = sum(w.length for w in some if w.tokens is None)
             read_last_tokens(batch, parts.last_tokens, drawn)

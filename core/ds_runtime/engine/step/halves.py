@@ -1,12 +1,16 @@
-"""A step's works, divided into two batches."""
+"""A step's works, divided into two batches, and the arrays of these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace as changed
 
+import numpy as np
 from msgspec.structs import replace
 
+from ds_runtime.engine.step.inputs import Added, StepInputs
 from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.parallel.sums.halves import Halves
 
 
@@ -31,6 +35,39 @@ def rows_of(works: Sequence[Work], halves: Halves) -> tuple[int, ...]:
     lengths = [work.length for work in works]
     first = sum(lengths[: place[0]]) + place[1]
     return first, sum(lengths) - first
+
+
+def added(
+    whole: Added, halves: Sequence[Sequence[Work]], inputs: StepInputs, upload: Upload
+) -> list[Added]:
+    """What `inputs.add` makes of each half's works, cut out of the whole step's arrays in the same
+    upload. To make them again would cost the host as much as the step."""
+    assert whole.prompts is not None and whole.logit_rows is not None, "prompts are divided"
+    wanted, table = upload.array(whole.logit_rows), upload.array(whole.prompts.table)
+    found, begin = list[Added](), 0
+    for number, works in enumerate(halves):
+        end = begin + sum(work.length for work in works)
+        ids, positions, slots = (upload.array(n)[begin:end] for n in whole.numbers)
+        own = wanted[slice(*np.searchsorted(wanted, (begin, end)))] - begin
+        half = changed(
+            whole,
+            rows=whole.rows._replace(ids=ids, positions=positions, slots=slots),
+            numbers=[upload.add(array) for array in (ids, positions, slots)],
+            logit_rows=upload.add(own),
+            adapters=None,
+            prompts=None,
+        )
+        if adapts := any(work.adapter >= 0 for work in works):
+            assert whole.adapters is not None, "a row has one"
+            half.adapters = upload.add(upload.array(whole.adapters)[begin:end])
+        if number:  # decode rows are in the first half
+            half.rows, half.branched = half.rows._replace(lens=[]), None
+        if prompts := [work for work in works if not work.as_decode]:
+            pages = table[-len(prompts) :] if number else table
+            half.prompts = inputs.prompts(prompts, pages, adapts, upload)
+        found.append(half)
+        begin = end
+    return found
 
 
 def _place(works: Sequence[Work], halves: Halves) -> tuple[int, int] | None:

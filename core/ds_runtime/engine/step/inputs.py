@@ -152,10 +152,15 @@ class StepInputs:
         elif frame is not None and run is None:  # else it is there
             added.table = frame.table.add(table, upload)  # the last, as all others have places
         if prefills:
-            needed = max(-(-(w.start + w.length) // self.page_size) for w in prefills)
-            pages = self._checked(table[count:, :needed])
-            added.prompts = Prompts.of(prefills, pages, self.prefix_chunk, adapts, upload)
+            added.prompts = self.prompts(prefills, table[count:], adapts, upload)
         return added
+
+    def prompts(self, works: Sequence[Work], table: Table, adapts: bool, upload: Upload) -> Prompts:
+        """Add the arrays of prompts to an upload. table: whose first rows are their pages, and may
+        have more of them than they need. adapts: rows have adapters."""
+        needed = max(-(-(w.start + w.length) // self.page_size) for w in works)
+        pages = self._checked(table[: len(works), :needed])
+        return Prompts.of(works, pages, self.prefix_chunk, adapts, upload)
 
     def _checked(self, table: Table) -> Table:
         width = table.shape[1]

@@ -29,8 +29,9 @@ class Prompts(NamedTuple):
         works: Sequence[Work], pages: Table, prefix_chunk: int, adapts: bool, upload: Upload
     ) -> Prompts:
         """Of works that are not decoded, whose page table is `pages`; adds to their upload."""
+        begins = [0, *accumulate(w.length for w in works)]
         chunks = [
-            _Chunk.of(works, pages, span, adapts, upload)
+            _Chunk.of(works, pages, span, begins[span.first], adapts, upload)
             for span in _prefix_chunks([w.start for w in works], prefix_chunk)
         ]
         return Prompts(_segments([w.length for w in works], upload), upload.add(pages), chunks)
@@ -68,8 +69,8 @@ def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_CachedSpan]:
     ends = np.cumsum(np.array(lens, np.int64))
     begins = ends - lens
     for done in range(0, int(ends[-1]), limit):
-        low = np.clip(done, begins, ends)
-        high = np.clip(done + limit, begins, ends)
+        low = np.minimum(np.maximum(begins, done), ends)  # np.clip is slow for few numbers
+        high = np.minimum(np.maximum(begins, done + limit), ends)
         inside = np.flatnonzero(high > low)
         own = slice(inside[0], inside[-1] + 1)
         yield _CachedSpan(int(own.start), (low - begins)[own], (high - begins)[own])
@@ -92,10 +93,11 @@ class _Chunk(NamedTuple):
         works: Sequence[Work],
         pages: Table,
         span: _CachedSpan,
+        row: int,
         adapts: bool,
         upload: Upload,
     ) -> _Chunk:
-        """works: all that are not decoded; pages: the page table of all."""
+        """works: all that are not decoded; pages: the page table of all; row: as PrefixChunk's."""
         own = slice(span.first, span.first + len(span.low))
         lens = (span.high - span.low).tolist()
         return cls(
@@ -104,7 +106,7 @@ class _Chunk(NamedTuple):
             upload.add(pages[own]),
             _segments([w.length for w in works[own]], upload),
             span.first,
-            sum(w.length for w in works[: span.first]),
+            row,
             upload.add(adapters_of(works[own], lens)) if adapts else None,
         )
 

@@ -49,6 +49,10 @@ class Upload:
         self._arrays.append(array)
         return len(self._arrays) - 1
 
+    def array(self, number: int) -> Array:
+        """One that was added, on the host."""
+        return self._arrays[number]
+
     def send(self, into: Buffer | None = None) -> None:
         """Queue the transfer; the arrays may change afterwards, unless memory is shared and they
         go into no buffer.
@@ -197,7 +201,8 @@ def _views(there: Any, arrays: Sequence[Array], begins: list[int]) -> list[Any]:
     found = []
     for array, begin in zip(arrays, begins, strict=True):
         dtype = _DTYPES[array.dtype] if isinstance(there, Tensor) else array.dtype
-        found.append(there[begin : begin + array.nbytes].view(dtype).reshape(array.shape))
+        flat = there[begin : begin + array.nbytes].view(dtype)
+        found.append(flat if array.ndim == 1 else flat.reshape(array.shape))
     return found
 
 
