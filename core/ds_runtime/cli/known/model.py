@@ -11,6 +11,8 @@ _STORED = "the checkpoint's own config says how its weights are stored"
 _TEXT = "models here read and write text alone"
 _LORA = Spelling("is --lora here", {"lora": GIVEN}, takes="many")
 
+# What only a stored checkpoint has: to name it asks for no more than the checkpoint.
+_FORMATS = "modelslim|compressed-tensors|awq|gptq|gguf|modelopt|modelopt_fp8|modelopt_fp4|w4afp8"
 FILES: Mapping[str, str | Spelling] = {
     "--model-path": "model",
     "--max-model-len": "context_length",
@@ -22,7 +24,7 @@ FILES: Mapping[str, str | Spelling] = {
     **ignored("not needed: the runtime reads tokenizer.json itself", "--tokenizer-backend X"),
     **ends(
         f"{_STORED}: leave it out, or give --quantize, which rounds while loading",
-        "--quantization X --speculative-draft-model-quantization X",
+        f"--quantization {_FORMATS}|X --speculative-draft-model-quantization X",
     ),
     **ends(
         "an FP8 cache holds keys without scales: leave it out, or give --kv-cache-dtype auto",

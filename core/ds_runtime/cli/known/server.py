@@ -104,7 +104,7 @@ API: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored("every step's tokens are sent at once", "--stream-interval N --batch-notify-size N"),
-    **ends("requests bring their own seed: leave it out", "--random-seed N --seed N"),
+    **ends("requests bring their own seed: leave it out", "--random-seed N --seed 0|N"),
 }
 LISTENING: Mapping[str, str | Spelling] = {
     **ignored(
