@@ -24,7 +24,7 @@ from ds_runtime.cli.inspect.doctor import next_command
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run.generate import sampling_params
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
-from ds_runtime.config.spelling import engines
+from ds_runtime.config.spelling import Known, engines
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.probe import install_command
@@ -218,6 +218,11 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
+        (["serve", "--model", "a", "--model"], "--model-path: a value is missing"),
+        (
+            ["serve", "--model=a", "--model", "-b"],
+            "--model-path: '-b' begins as a flag does: write",
+        ),
         (["generate"], "prompt is missing: the text to complete, or '-' for"),
         (["bench"], "KIND is missing: give one of one-batch, "),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
@@ -299,6 +304,24 @@ def test_a_word_is_no_number(parser: argparse.ArgumentParser, capsys: Capture) -
             assert "invalid" not in err and "Traceback" not in err, err
             if getattr(action.type, "__name__", "") in ("int", "float"):
                 assert flag in err and ("'x' is not a " in err), err
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_a_flag_without_its_value_names_what_stands_there(
+    parser: argparse.ArgumentParser, capsys: Capture
+) -> None:
+    """Of every flag of one value. Argparse takes `-1GB` for a flag, and does not name it."""
+    for flag, action in parser._option_string_actions.items():
+        if action.nargs is not None or isinstance(action, Known):
+            continue
+        for words, said in (
+            ([flag], f"{flag}.*: a value is missing$"),
+            ([flag, flag], f"{flag}.*: a value is missing$"),
+            ([flag, "-1GB"], f"{flag}.*: '-1GB' begins as a flag does: write {flag}=-1GB"),
+        ):
+            with pytest.raises(SystemExit):
+                parser.parse_args(words)
+            assert re.search(said, capsys.readouterr().err, re.M), words
 
 
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)

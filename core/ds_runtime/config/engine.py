@@ -121,6 +121,7 @@ class EngineConfig:
         None,
         "HOST:PORT of machine 0, where the ranks of several machines meet; the next port is used, "
         "too",
+        empty=True,  # `check_ranks` says more
     )
     dist_token_file: str | None = setting(
         None,
