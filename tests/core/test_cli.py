@@ -238,6 +238,36 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
     assert said in err and "--help" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("command", ["--help", "plan"])
+@pytest.mark.parametrize("closed", ["<", ">", "2>", "< >", "> 2>", "< > 2>"])
+def test_closed_standard_streams_end_no_command(command: str, closed: str, tiny: str) -> None:
+    """As some daemons start programs. What is still open gets the command's words, and no more."""
+    model = f"--model {tiny}" if command == "plan" else ""
+    redirected = " ".join(f"{stream}&-" for stream in closed.split())
+    line = f"exec {sys.executable} -m ds_runtime {command} {model} {redirected}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (">" not in closed.split())
+
+
+def test_a_closed_stream_s_number_is_no_socket_s() -> None:
+    """Else a client gets what the server prints."""
+    code = "from ds_runtime.cli.leaving import own_streams; own_streams(); import socket, sys; "
+    code += "sys.exit(min(one.fileno() for one in socket.socketpair()))"
+    line = f"exec {sys.executable} -c '{code}' <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], timeout=60).returncode > 2
+
+
+@pytest.mark.parametrize("command", ["--help", "plan", "serve"])
+def test_a_working_directory_that_was_deleted_is_said(command: str, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    line = f"cd {gone}; rmdir {gone}; exec {sys.executable} -P -m ds_runtime {command}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = "ds-runtime: the working directory was deleted: cd to one that exists"
+    assert done.stderr.splitlines()[-1] == said
+
+
 def every_parser() -> list[argparse.ArgumentParser]:
     """Those of all verbs and of the verbs below them."""
     found: list[argparse.ArgumentParser] = [build_parser()[0]]
