@@ -36,7 +36,7 @@ def flag_of(name: str) -> str:
 def check_fields(config: Any) -> None:
     """ConfigError for values of another type than the field's, as the offline API passes what it
     is given. Also for numbers below `least` or above `most`, for what is none of `choices`, and
-    for empty texts: a script's variable that is not set must not turn a check off.
+    for empty texts. A script's variable that is not set must not turn a check off.
     """
     for f in fields(config):
         value, flag = getattr(config, f.name), flag_of(f.name)
