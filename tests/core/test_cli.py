@@ -218,7 +218,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
-        (["serve", "--model", "a", "--model"], "--model-path: a value is missing"),
+        (["serve", "--model", "a", "--model"], "--model-path: a value is expected"),
         (
             ["serve", "--model=a", "--model", "-b"],
             "--model-path: '-b' begins as a flag does: write",
@@ -345,8 +345,8 @@ def test_a_flag_without_its_value_names_what_stands_there(
         if action.nargs is not None or isinstance(action, Known):
             continue
         for words, said in (
-            ([flag], f"{flag}.*: a value is missing$"),
-            ([flag, flag], f"{flag}.*: a value is missing$"),
+            ([flag], f"{flag}.*: a value is expected$"),
+            ([flag, flag], f"{flag}.*: a value is expected$"),
             ([flag, "-1GB"], f"{flag}.*: '-1GB' begins as a flag does: write {flag}=-1GB"),
         ):
             with pytest.raises(SystemExit):

@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
             known = word.partition("=")[0] in self._option_string_actions
             if flag in names and wrong and not known:
                 return f"{said}: {word!r} begins as a flag does: write {flag}={word} if it is meant"
-        return f"{said}: a value is missing"
+        return f"{said}: a value is expected"
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
