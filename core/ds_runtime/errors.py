@@ -121,6 +121,12 @@ def unreadable(where: str, error: Exception, give: str) -> ConfigError:
     return ConfigError(f"{where}: cannot be read: {why or error}; give {give}")
 
 
+def unwritable(where: str, error: Exception, give: str) -> ConfigError:
+    """The same for a file or folder that cannot be written."""
+    why = error.strerror if isinstance(error, OSError) else None
+    return ConfigError(f"{where}: cannot be written: {why or error}; give {give}")
+
+
 def named(error: BaseException) -> str:
     """The class and what it says."""
     return f"{type(error).__name__}: {error}".rstrip(": ")

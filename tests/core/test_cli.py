@@ -24,7 +24,7 @@ from ds_runtime.cli.inspect.doctor import next_command
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run.generate import sampling_params
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
-from ds_runtime.config.spelling import engines
+from ds_runtime.config.spelling import Known, engines
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.probe import install_command
@@ -218,6 +218,11 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: 'x' is not a whole number"),
         (["serve", "--kv-memory", "much"], "--kv-cache-memory-bytes: size 'much': write a number"),
         (["serve", "demo", "model"], "unknown argument model"),
+        (["serve", "--model", "a", "--model"], "--model-path: a value is expected"),
+        (
+            ["serve", "--model=a", "--model", "-b"],
+            "--model-path: '-b' begins as a flag does: write",
+        ),
         (["generate"], "prompt is missing: the text to complete, or '-' for"),
         (["bench"], "KIND is missing: give one of one-batch, "),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
@@ -231,6 +236,36 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
     code, out, err = run(capsys, *args)
     assert (code, out) == (2, "")
     assert said in err and "--help" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["--help", "plan"])
+@pytest.mark.parametrize("closed", ["<", ">", "2>", "< >", "> 2>", "< > 2>"])
+def test_closed_standard_streams_end_no_command(command: str, closed: str, tiny: str) -> None:
+    """As some daemons start programs. What is still open gets the command's words, and no more."""
+    model = f"--model {tiny}" if command == "plan" else ""
+    redirected = " ".join(f"{stream}&-" for stream in closed.split())
+    line = f"exec {sys.executable} -m ds_runtime {command} {model} {redirected}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (">" not in closed.split())
+
+
+def test_a_closed_stream_s_number_is_no_socket_s() -> None:
+    """Else a client gets what the server prints."""
+    code = "from ds_runtime.cli.leaving import own_streams; own_streams(); import socket, sys; "
+    code += "sys.exit(min(one.fileno() for one in socket.socketpair()))"
+    line = f"exec {sys.executable} -c '{code}' <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], timeout=60).returncode > 2
+
+
+@pytest.mark.parametrize("command", ["--help", "plan", "serve"])
+def test_a_working_directory_that_was_deleted_is_said(command: str, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    line = f"cd {gone}; rmdir {gone}; exec {sys.executable} -P -m ds_runtime {command}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = "ds-runtime: the working directory was deleted: cd to one that exists"
+    assert done.stderr.splitlines()[-1] == said
 
 
 def every_parser() -> list[argparse.ArgumentParser]:
@@ -299,6 +334,24 @@ def test_a_word_is_no_number(parser: argparse.ArgumentParser, capsys: Capture) -
             assert "invalid" not in err and "Traceback" not in err, err
             if getattr(action.type, "__name__", "") in ("int", "float"):
                 assert flag in err and ("'x' is not a " in err), err
+
+
+@pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
+def test_a_flag_without_its_value_names_what_stands_there(
+    parser: argparse.ArgumentParser, capsys: Capture
+) -> None:
+    """Of every flag of one value. Argparse takes `-1GB` for a flag, and does not name it."""
+    for flag, action in parser._option_string_actions.items():
+        if action.nargs is not None or isinstance(action, Known):
+            continue
+        for words, said in (
+            ([flag], f"{flag}.*: a value is expected$"),
+            ([flag, flag], f"{flag}.*: a value is expected$"),
+            ([flag, "-1GB"], f"{flag}.*: '-1GB' begins as a flag does: write {flag}=-1GB"),
+        ):
+            with pytest.raises(SystemExit):
+                parser.parse_args(words)
+            assert re.search(said, capsys.readouterr().err, re.M), words
 
 
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)

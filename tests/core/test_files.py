@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from ds_runtime.checkpoint.files import open_plain
 from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import read_header
 from ds_runtime.description.adapter import CONFIG, PeftConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError
@@ -109,3 +111,28 @@ def test_what_is_no_plain_file_is_a_sentence_at_once(checkpoint, name, how):
     assert time.monotonic() - began < SECONDS
     said = str(e.value)
     assert said.startswith(str(path)) and "\n" not in said and len(said) < 600
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+WEIGHTS = {
+    "model.safetensors": lambda f: read_header(f / "model.safetensors"),
+    "adapter_model.safetensors": lambda f: read_header(f / "adapter_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", [*READERS, *WEIGHTS])
+def test_a_pointer_of_git_lfs_is_told_from_a_broken_file(checkpoint, name):
+    """A clone without Git LFS has it in the place of every large file."""
+    path = plant(checkpoint, name, lambda p: p.write_text(POINTER))
+    with pytest.raises(CheckpointError, match=r"is a pointer of Git LFS.*: run git lfs pull") as e:
+        {**READERS, **WEIGHTS}[name](checkpoint)
+    assert str(e.value).startswith(str(path))
+
+
+def test_an_open_file_begins_at_its_first_byte(tmp_path):
+    (tmp_path / "a").write_bytes(POINTER.encode()[1:])
+    with open_plain(tmp_path / "a") as file:
+        assert os.read(file.fileno(), 7) == b"ersion "

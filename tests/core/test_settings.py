@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
+from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 
@@ -110,3 +113,61 @@ def test_a_join_that_the_model_has_not_is_refused():
     with pytest.raises(ConfigError, match=said):
         assemble(EngineConfig(model="demo", platform="cpu", fusion=("index_keys=off",)))
     assemble(EngineConfig(model="demo", platform="cpu", fusion=("index_keys=on", "qkv_a=off")))
+
+
+ELSEWHERE = {
+    "ssl_keyfile_password",  # a key may have an empty one
+    "dist_init_addr",  # checked where there are several machines
+}
+TEXTS = [
+    (config, f.name, ("",) if "tuple" in str(f.type) else "")
+    for config in (EngineConfig, ServerConfig)
+    for f in fields(config)
+    if "str" in str(f.type) and f.name not in ELSEWHERE
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"), TEXTS, ids=[f"{c.__name__}.{name}" for c, name, _ in TEXTS]
+)
+def test_an_empty_text_is_refused_with_the_flag(config, name, value, capsys):
+    """A script's variable that is not set turns no check off, such as --plan or --allowed-hosts."""
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"^{flag}\\b"):
+        config(**{name: value})
+    serve = build_parser()[1].choices["serve"]
+    try:
+        found = vars(serve.parse_args([flag, ""]))[name]
+    except SystemExit:
+        assert flag in capsys.readouterr().err
+    else:
+        assert found in ("", [""])  # which the config refuses, as above
+
+
+def test_a_tls_key_may_have_an_empty_password():
+    tls = {"ssl_certfile": "c.pem", "ssl_keyfile": "k.pem"}
+    assert ServerConfig(**tls, ssl_keyfile_password="").ssl_keyfile_password == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tp": 1_000_000}, "--tp 1000000: makes 1000000 ranks on one machine"),
+        ({"dp": 1_000_000}, "--dp 1000000: makes 1000000 ranks"),
+        ({"tp": 512, "dp": 512}, "--tp 512 --dp 512: makes 262144 ranks"),
+        ({"tp": 4096, "enable_dp_attention": True}, "--tp 4096: makes 4096 ranks"),
+        (
+            {"tp": 4096, "nnodes": 2, "dist_init_addr": "node0:5000"},
+            "--tp 4096 --nnodes 2: makes 2048 ranks",
+        ),
+    ],
+)
+def test_a_mistyped_number_of_ranks_starts_no_processes(settings, said):
+    with pytest.raises(ConfigError, match=f"{said}.*give less, at most 1024 ranks"):
+        EngineConfig(**settings)
+
+
+def test_as_many_ranks_as_a_machine_may_have():
+    assert EngineConfig(tp=1024).tp == 1024
+    assert EngineConfig(tp=8, dp=128).replicas == 128
+    assert EngineConfig(tp=4096, nnodes=4, dist_init_addr="node0:5000").tp == 4096

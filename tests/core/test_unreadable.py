@@ -1,7 +1,10 @@
-"""A file of the user's that cannot be read is named, with the reason and what to give."""
+"""A file of the user's that cannot be read or written is named, with the reason and the remedy."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,61 @@ def test_a_file_that_cannot_be_read(
     assert "give " in said, said
     reasons = ("cannot be read: ", "is not a regular file")
     assert any(reason in said for reason in reasons), said
+
+
+WRITES = [  # command lines that end in what they write
+    ["plan", "lock"],
+    ["plugins", "--plugins", "cpu", "--lock"],
+    ["new-plugin", "acme", "--into"],
+    ["convert", "--model", "demo", "--to", "fp8", "--out"],
+    ["bench", "make-checkpoint"],
+    ["bench", "make-checkpoint", "--config-only"],
+    ["bench", "make-gguf", "demo"],
+    ["bench", "serving", "--base-url", "http://127.0.0.1:9", "--output-file"],
+    ["bench", "serving", "--base-url", "http://127.0.0.1:9", "--save-token-ids"],
+    ["tune", "costs", "--platform", "cpu", "--out"],
+    ["tune", "host", "--platform", "cpu", "--out"],
+    ["bisect", "--platform", "cpu", "--out"],
+    ["conform", "--platform", "cpu", "reference", "--receipts"],
+]
+
+
+@pytest.mark.parametrize("args", WRITES, ids=" ".join)
+@pytest.mark.parametrize("kind", ["below a file", "locked"])
+def test_a_file_that_cannot_be_written_is_told_at_once(
+    args: list[str], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by a command that measures for an hour first: what it measured would be lost."""
+    path = tmp_path / "given"
+    if kind == "below a file":
+        path.write_text("")
+        path = path / "below"
+    else:
+        path.symlink_to(path)  # even root cannot open a link to itself
+    assert main([*args, str(path)]) == 1
+    said = capsys.readouterr().err
+    assert str(path) in said and "Traceback" not in said and "Errno" not in said, said
+    assert re.search(r"cannot be (written|read): [A-Z].*; give |exists|not a folder", said), said
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "given"]
+
+
+def test_a_measurement_is_printed_where_no_file_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has filled since the start."""
+    from ds_runtime_bench.cli import bench_serving
+
+    def one(*_: object) -> tuple[dict[str, int], str, None]:
+        return {"failed": 0}, "12 ms to the first token", None
+
+    monkeypatch.setattr(bench_serving, "_one", one)
+    monkeypatch.setattr("ds_runtime_bench.serving.outputs.append", fails)
+    args = ["bench", "serving", "--base-url", "http://127.0.0.1:9", "--output-file"]
+    assert main([*args, str(tmp_path / "report")]) == 1
+    said = capsys.readouterr()
+    assert "12 ms to the first token" in said.out
+    assert f"--output-file {tmp_path / 'report'}: cannot be written: No space left" in said.err
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import unwritable
 
 if TYPE_CHECKING:
     from ds_runtime.assembly.result import Assembly
@@ -52,7 +52,7 @@ def write(receipt: Mapping[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"receipt {path}: cannot be written: {e}") from e
+        raise unwritable(f"receipt {path}", e, "--receipts a folder that is yours") from e
 
 
 def read_all(where: Path) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from ds_runtime.errors import CheckpointError
 SETTINGS = 16 << 20  # bytes of a file of settings; published ones take less than one MiB
 LISTS = 64 << 20  # of one that grows with the vocabulary or with the tensors
 HEADER = 100 << 20  # of the header of a safetensors file
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
 
@@ -41,11 +42,19 @@ Stamps = Mapping[Path, Stamp]
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """A plain file, open for reading; CheckpointError for anything else, OSError as ever."""
+    """A plain file, open for reading; CheckpointError for anything else and for what Git LFS puts
+    in a file's place, OSError as ever."""
     if not stat.S_ISREG(mode := path.stat().st_mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
         raise CheckpointError(f"{path}: is {kind}; put the model's own file in its place")
-    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.pread(opened, len(_POINTER), 0) == _POINTER:
+        os.close(opened)
+        raise CheckpointError(
+            f"{path}: is a pointer of Git LFS, and no file of the model: run git lfs pull in its "
+            "folder, or download the model with hf download"
+        )
+    return open(opened, "rb")
 
 
 def read_bytes(path: Path, most: int = SETTINGS) -> bytes:

@@ -19,7 +19,7 @@ from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.inspect import doctor, ops, plan, plugins
 from ds_runtime.cli.known import KNOWN, settle
-from ds_runtime.cli.leaving import never_unseen
+from ds_runtime.cli.leaving import check_folder, never_unseen, own_streams
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run import chat, generate, serve, warm
 from ds_runtime.common.interrupt import keep_exit_codes
@@ -46,8 +46,10 @@ VERBS = (serve, warm, chat, generate, plan, ops, plugins, doctor)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors meant for people are one message, no traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    own_streams()
     keep_exit_codes()
     try:
+        check_folder()
         with never_unseen():
             code = _run(args)
         sys.stdout.flush()  # here, where a full disk has its sentence

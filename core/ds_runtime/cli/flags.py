@@ -121,7 +121,10 @@ class _Extend(argparse._ExtendAction):
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:  # such as a script's variable that is not set: `--allowed-hosts` would allow all
+        raise argparse.ArgumentTypeError(f"{text!r}: is empty: give a value, or leave the flag out")
+    return words
 
 
 def _numbers(text: str) -> list[int]:

@@ -8,6 +8,30 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from ds_runtime.errors import ConfigError
+
+
+def own_streams() -> None:
+    """Standard streams that the caller closed (`>&-`, some daemons) lead nowhere from now on.
+
+    Their numbers would go to the next socket or file, and a client or a page of the KV cache would
+    get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the closed one's
+        os.set_inheritable(null, True)
+        setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
+def check_folder() -> None:
+    """Raises ConfigError in a working directory that was deleted: torch's libraries end there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as e:
+        raise ConfigError("the working directory was deleted: cd to one that exists") from e
+
 
 @contextlib.contextmanager
 def never_unseen() -> Iterator[None]:

@@ -22,6 +22,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 _REQUIRED = "the following arguments are required: "  # argparse's words
+_LACKS = ": expected one argument"  # and these
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +74,8 @@ class Parser(argparse.ArgumentParser):
                 message = f"{message.removeprefix(_REQUIRED)} is missing: {action.help}"
         if message.startswith(_REQUIRED):
             message = f"{message.removeprefix(_REQUIRED)} are missing"
+        if message.endswith(_LACKS):
+            message = self._without_value(message.removesuffix(_LACKS))
         for flag, word in pairwise(self._given):  # its value is taken for a verb
             unknown = flag.partition("=")[0] not in self._option_string_actions
             if flag.startswith("-") and unknown and f": {word!r} is not one of" in message:
@@ -94,6 +97,16 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown argument {flag}; {one}")
             self.error(self._unknown(flag))
         return found, extra
+
+    def _without_value(self, said: str) -> str:
+        """`said` names the flag, with its other names. A word with a dash is none of its values."""
+        names = said.removeprefix("argument ").split("/")
+        for flag, word in pairwise(self._given):
+            wrong = word.startswith("-") and not self._negative_number_matcher.match(word)
+            known = word.partition("=")[0] in self._option_string_actions
+            if flag in names and wrong and not known:
+                return f"{said}: {word!r} begins as a flag does: write {flag}={word} if it is meant"
+        return f"{said}: a value is expected"
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):

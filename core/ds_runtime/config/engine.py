@@ -119,8 +119,8 @@ class EngineConfig:
     )
     dist_init_addr: str | None = setting(
         None,
-        "HOST:PORT of machine 0, where the ranks of several machines meet; the next port is used, "
-        "too",
+        "HOST:PORT of machine 0, where ranks of several machines meet; the next port is used, too",
+        empty=True,  # `check_ranks` says more
     )
     dist_token_file: str | None = setting(
         None,

@@ -13,7 +13,7 @@ from ds_runtime.errors import ConfigError
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A field. group: the heading in the help of this field and of those that follow. also: what
     words of other engines mean as its value. least, most: the smallest and the largest number. off:
-    of sizes to capture, the flag for none. choices: all values."""
+    of sizes to capture, the flag for none. choices: all values. empty: a text may be empty."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -35,7 +35,8 @@ def flag_of(name: str) -> str:
 
 def check_fields(config: Any) -> None:
     """ConfigError for values of another type than the field's, as the offline API passes what it
-    is given. Also for numbers below `least` or above `most`, and for what is none of `choices`.
+    is given. Also for numbers below `least` or above `most`, for what is none of `choices`, and
+    for empty texts. A script's variable that is not set must not turn a check off.
     """
     for f in fields(config):
         value, flag = getattr(config, f.name), flag_of(f.name)
@@ -54,6 +55,8 @@ def check_fields(config: Any) -> None:
         if choices and value not in choices:
             known = ", ".join(filter(None, choices))
             raise ConfigError(f"{flag} {value!r}: must be one of {known}")
+        if (value == "" or value == ("",)) and not f.metadata.get("empty"):
+            raise ConfigError(f"{flag} '': is empty: give a value, or leave the flag out")
 
 
 def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from ds_runtime.errors import ConfigError
 
 _LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
 _HOST, _PORT = re.compile(rf"{_LABEL}(?:\.{_LABEL})*"), re.compile(r"[0-9]{1,5}")
+_MOST = 1024  # ranks of one machine: each is a process, and a mistyped number ends the machine
 
 
 class RankSettings(Protocol):
@@ -42,6 +43,20 @@ def check(config: RankSettings) -> None:
             f"divide into {ep}: give a divisor of {config.tp}, or --tp {ep}"
         )
     _several(config)
+    _bounded(config)
+
+
+def _bounded(config: RankSettings) -> None:
+    replicas = 1 if config.enable_dp_attention else config.dp or 1
+    if (here := config.tp // config.nnodes * replicas) <= _MOST:
+        return
+    flags = [f"--tp {config.tp}"] if config.tp > 1 else []
+    flags += [f"--dp {replicas}"] if replicas > 1 else []
+    flags += [f"--nnodes {config.nnodes}"] if config.nnodes > 1 else []
+    raise ConfigError(
+        f"{' '.join(flags)}: makes {here} ranks on one machine, a process each: give less, at "
+        f"most {_MOST} ranks"
+    )
 
 
 def _divided(config: RankSettings) -> None:

@@ -23,16 +23,17 @@ class ServerConfig:
         "require this bearer token on every route but /health, /ping, /metrics and the dashboard's "
         "files. It may be repeated. No key reveals the prompts of another",
         repeatable=True,
+        empty=True,  # `check_key` says more
     )
     api_key_file: str | None = setting(
         None, "file of more keys, one a line: those on the command line are seen by all processes"
     )
     admin_api_key: str | None = setting(
-        None, "only this key may flush the cache, profile, and load adapters"
+        None, "only this key may flush the cache, profile, and load adapters", empty=True
     )
     ssl_certfile: str | None = setting(None, "PEM file with the certificate: serve HTTPS")
     ssl_keyfile: str | None = setting(None, "PEM file with the certificate's key")
-    ssl_keyfile_password: str | None = setting(None, "password of --ssl-keyfile")
+    ssl_keyfile_password: str | None = setting(None, "password of --ssl-keyfile", empty=True)
     cors_origins: tuple[str, ...] = setting(
         (), "web origins whose pages may call the API, or '*' for all (comma separated)"
     )

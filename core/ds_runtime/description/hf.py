@@ -194,7 +194,8 @@ def _routing(get: Reader, experts: int, v3: bool) -> Routing:
     )
     if experts % routing.n_group:
         raise ConfigError(
-            f"{where}: n_routed_experts {experts} in n_group {routing.n_group} groups"
+            f"{where}: n_routed_experts {experts} does not divide into {routing.n_group} groups "
+            "(n_group); take config.json and the weights from the same checkpoint"
         )
     if routing.topk_group > routing.n_group:
         raise ConfigError(

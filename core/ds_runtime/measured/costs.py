@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.errors import ConfigError, unreadable
+from ds_runtime.errors import ConfigError, unreadable, unwritable
 from ds_runtime.measured import fields as of
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.parallel.sums.kinds import INSTEAD
@@ -201,7 +201,7 @@ class Costs:
 
     def write(self, path: Path) -> None:
         """As JSON. Raises ConfigError where that cannot be written."""
-        text, path = json.dumps(_packed(self), indent=1), path.resolve()
+        text, path = json.dumps(_packed(self), indent=1), Path(os.path.realpath(path))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f".{path.name}.{os.getpid()}")  # engines read it when they start
@@ -211,7 +211,7 @@ class Costs:
             finally:
                 part.unlink(missing_ok=True)
         except OSError as e:
-            raise ConfigError(f"costs {path}: cannot be written: {e}") from e
+            raise unwritable(f"costs {path}", e, "a file in a folder that is yours") from e
 
     @staticmethod
     def read(path: Path) -> Costs:

@@ -24,7 +24,13 @@ from ds_runtime.checkpoint.tensors import DTYPES, INDEX
 from ds_runtime.common.progress import Progress, amount
 from ds_runtime.description.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.description.structure import SHARED
-from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DsRuntimeError,
+    UnsupportedError,
+    unwritable,
+)
 from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan, copied, fingerprint, linear, shards
 from ds_runtime_convert.source import Source, quant_of
@@ -64,7 +70,7 @@ def convert(
     formats, CheckpointError for damaged checkpoints.
     """
     target = find_target(to)
-    if model.resolve() == out.resolve():
+    if os.path.realpath(model) == os.path.realpath(out):  # of a link to itself, too
         raise ConfigError(f"--out {out}: is the checkpoint that is read; name another folder")
     if shard_bytes < 1:
         raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
@@ -76,7 +82,7 @@ def convert(
         return job.run(progress)
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConfigError(f"--out {out}: cannot be written: {e}") from e
+            raise unwritable(f"--out {out}", e, "a folder that is yours") from e
         raise ConfigError(
             f"--out {out}: {e.strerror}; make space and run the same command again: it "
             "continues from here"

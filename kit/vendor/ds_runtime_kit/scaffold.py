@@ -13,7 +13,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unwritable
 
 KINDS = {  # what a package brings, and what to run next
     "platform": "ds-runtime serve --platform {name}",
@@ -47,7 +47,7 @@ def write_plugin(name: str, into: Path, taken: Collection[str] = (), kind: str =
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"new-plugin {name}: {folder} cannot be written: {e}") from e
+        raise unwritable(f"new-plugin {name}: {folder}", e, "--into a folder that is yours") from e
     return folder
 
 

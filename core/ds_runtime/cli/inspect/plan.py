@@ -14,7 +14,7 @@ from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.inspect.fit import check_fit
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unwritable
 from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _lock(path: str, text: str, assembly: Assembly) -> int:
     try:
         Path(path).write_text(text + "\n")
     except OSError as e:
-        raise ConfigError(f"plan lock {path}: cannot be written: {e}") from e
+        raise unwritable(f"plan lock {path}", e, "a file in a folder that is yours") from e
     print(f"plan {assembly.plan.digest()} written to {path}; hold to it with --plan {path}")
     return 0
 

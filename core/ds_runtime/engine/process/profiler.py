@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, unwritable
 
 
 class Profiler:
@@ -26,7 +26,8 @@ class Profiler:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise RequestError(f"--profile-dir {folder}: {e.strerror}") from e
+            said = unwritable(f"--profile-dir {folder}", e, "another folder")
+            raise RequestError(str(said)) from e
         if not os.access(folder, os.W_OK):
             raise RequestError(f"--profile-dir {folder}: may not be written")
         profile = torch.profiler.profile()  # of everything that torch can trace here

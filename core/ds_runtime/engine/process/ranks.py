@@ -18,7 +18,7 @@ from ds_runtime.engine.process.failure import during, leave
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, UnsupportedError
-from ds_runtime.kv.tiers.disks import follower_of
+from ds_runtime.kv.tiers.disks import check_folder, follower_of
 from ds_runtime.kv.tiers.linked import DiskFollower, DiskJob
 from ds_runtime.parallel.link.member import Member
 from ds_runtime.parallel.world import World
@@ -60,6 +60,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], str] | None = Non
 
 def start_runner(spec: RankSpec, assembly: Assembly, world: World) -> Runner:
     """Load, allocate and run one step."""
+    check_folder(assembly.config)  # loading may take minutes
     with during("while it loaded the model"):
         runner = Runner(assembly, world, spec.local_rank, spec.local_ranks)
     with during("in its first steps"):

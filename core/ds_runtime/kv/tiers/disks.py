@@ -91,6 +91,12 @@ class Disks:
 Link = tuple[Callable[[msgspec.Struct], None], Callable[[int], list[bytes]]]  # see `DiskLink`
 
 
+def check_folder(config: EngineConfig) -> None:
+    """Raises ConfigError for a `--disk-cache` that cannot be, before any weight is read."""
+    if config.disk_cache is not None:
+        _folder(config)
+
+
 def disks_of(
     config: EngineConfig, tiers: Sequence[HostTier], memory: HostCopies, link: Link | None
 ) -> Disks:

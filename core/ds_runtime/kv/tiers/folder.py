@@ -26,7 +26,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ds_runtime.common.progress import amount
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unwritable
 from ds_runtime.kv.tiers.pace import PROBED
 
 VERSION = 1
@@ -79,7 +79,7 @@ class DiskFolder:
                 (folder / _NOTES).mkdir(mode=0o700, exist_ok=True)
             noted = self._read_notes()
         except OSError as e:
-            raise ConfigError(f"--disk-cache {folder}: {e.strerror}") from e
+            raise unwritable(f"--disk-cache {folder}", e, "a folder on a local disk") from e
         for path in noted:
             with suppress(OSError):
                 self._erase(path)
@@ -103,7 +103,7 @@ class DiskFolder:
                 return (time.perf_counter() - begin) * nbytes / PROBED
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise ConfigError(f"--disk-cache {self.folder}: {e.strerror}") from e
+                raise unwritable(f"--disk-cache {self.folder}", e, "one on a local disk") from e
             self.stop(e)
             return 0.0  # nobody knows
         finally:

@@ -20,7 +20,7 @@ from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from zipfile import BadZipFile
 
-from ds_runtime.errors import ConfigError, unreadable
+from ds_runtime.errors import ConfigError, unreadable, unwritable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.plugins.trust.code_of import Specs, foreign_code
 from ds_runtime.plugins.trust.imports_of import editable_url, first_file
@@ -147,7 +147,7 @@ def write_allowlist(path: str, distributions: Iterable[Distribution]) -> list[st
     try:
         Path(path).write_text(json.dumps({"format": FORMAT, "plugins": rows}, indent=1) + "\n")
     except OSError as e:
-        raise ConfigError(f"plugins --lock {path}: cannot be written: {e}") from e
+        raise unwritable(f"plugins --lock {path}", e, "a file in a folder that is yours") from e
     return [row["distribution"] for row in rows]
 
 

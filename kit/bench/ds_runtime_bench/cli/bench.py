@@ -13,7 +13,7 @@ from ds_runtime.cli.known import BATCH
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.spelling import add_spellings
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, unwritable
 from ds_runtime_bench.cli import bench_ops, bench_serving
 from ds_runtime_bench.cli.show import show
 from ds_runtime_bench.shapes import DTYPES, SHAPES, own_dtype
@@ -246,7 +246,7 @@ def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
 def _make_gguf(kinds: _SubParsersAction[Any]) -> None:
     about = "write a checkpoint's weights as a GGUF file, to measure engines that read that"
     parser = kinds.add_parser("make-gguf", help=about)
-    parser.add_argument("model", metavar="DIR", help="checkpoint folder")
+    parser.add_argument("model", metavar="DIR", help="checkpoint folder, hub id or 'demo'")
     parser.add_argument("out", metavar="FILE", help="file to write")
     parser.set_defaults(run=run_make_gguf)
 
@@ -365,7 +365,7 @@ def run_make_checkpoint(args: Namespace) -> int:
         else:
             make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
     except OSError as e:
-        raise ConfigError(f"make-checkpoint {out}: cannot be written: {e}") from e
+        raise unwritable(f"make-checkpoint {out}", e, "a folder that is yours") from e
     dummy = " --load-format dummy" if args.config_only else ""
     then = f"ds-runtime bench one-batch --model {out}{dummy}"
     print(f"{out}: {args.shape} in {args.dtype or own_dtype(args.shape)}; next: {then}")
@@ -374,14 +374,15 @@ def run_make_checkpoint(args: Namespace) -> int:
 
 def run_make_gguf(args: Namespace) -> int:
     """Write the file."""
+    from ds_runtime.checkpoint.hub import resolve_model
     from ds_runtime_bench.checkpoints.gguf import make_gguf
 
     out = Path(args.out)
     if out.exists():
         raise ConfigError(f"make-gguf {out}: exists; name another file")
     try:
-        make_gguf(Path(args.model), out, progress=True)
+        make_gguf(resolve_model(args.model), out, progress=True)
     except OSError as e:
-        raise ConfigError(f"make-gguf {out}: cannot be written: {e}") from e
+        raise unwritable(f"make-gguf {out}", e, "a file in a folder that is yours") from e
     print(f"{out}: the weights of {args.model}")
     return 0

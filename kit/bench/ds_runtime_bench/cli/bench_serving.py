@@ -185,18 +185,25 @@ def run(args: Namespace) -> int:
     if args.host is not None or args.port is not None:
         args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 30000}"
     _check(args)
+    from ds_runtime_bench.serving import outputs
     from ds_runtime_bench.serving.measure import Asked
 
     limits = goodput(args.goodput)
     ids = args.dataset_name == "agent" or args.save_token_ids is not None
     asked = Asked(args.endpoint, args.model, not args.disable_stream, ids, _extra(args))
-    report, said = (_compare if args.compare else _one)(args, asked, limits)
-    print(json.dumps(report) if args.json else said)
+    outputs.check(args)
+    report, said, measured = (_compare if args.compare else _one)(args, asked, limits)
+    print(json.dumps(report) if args.json else said, flush=True)  # also where no file takes it
+    outputs.keep(args, report, measured)
     return 1 if report["failed"] else 0
 
 
-def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-    """The report of one server, for programs and for people."""
+Found = tuple[dict[str, Any], str, "Measured | None"]
+"""A report for programs and for people, and what one server was measured with."""
+
+
+def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> Found:
+    """Of one server."""
     import uvloop
 
     from ds_runtime_bench.serving import hits, report
@@ -208,19 +215,11 @@ def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[di
         raise ConfigError(
             f"--save-token-ids: {args.base_url} returns no token ids (return_token_ids)"
         )
-    try:
-        _keep(args, found)
-        if args.save_token_ids:
-            hits.save(Path(args.save_token_ids), measured.warm, measured.answers)
-    except OSError as e:
-        raise ConfigError(f"--output-file or --save-token-ids: {e}") from e
-    return found, report.render(found, hits.render(found))
+    return found, report.render(found, hits.render(found)), measured
 
 
-def _compare(
-    args: Namespace, asked: Asked, limits: Mapping[str, float]
-) -> tuple[dict[str, Any], str]:
-    """The report of two servers, for programs and for people."""
+def _compare(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> Found:
+    """Of two servers."""
     import uvloop
 
     from ds_runtime.common.address import Address, checked_key
@@ -240,18 +239,7 @@ def _compare(
 
     found = uvloop.run(compare.compare([*sides.values()], args.rounds or _ROUNDS, measure))
     found |= {"command": command(), **environment()}
-    try:
-        _keep(args, found)
-    except OSError as e:
-        raise ConfigError(f"--output-file: {e}") from e
-    return found, compare.render(found)
-
-
-def _keep(args: Namespace, report: dict[str, Any]) -> None:
-    from ds_runtime_bench.record import append
-
-    if args.output_file:
-        append(Path(args.output_file), report)
+    return found, compare.render(found), None
 
 
 async def _measure(

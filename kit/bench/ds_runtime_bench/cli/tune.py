@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.outputs import check_output
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -153,7 +154,9 @@ def _replaces_more(args: Namespace, known: Any) -> bool:
 def _file(args: Namespace, device: str) -> Path:
     from ds_runtime.measured.found import own
 
-    return own(device) if args.out is None else Path(args.out)
+    out = own(device) if args.out is None else Path(args.out)
+    check_output(out, "--out")
+    return out
 
 
 def _geometries(config: EngineConfig, explicit: Any, shapes: list[str], weights: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.errors import ConfigError, unreadable
+from ds_runtime.errors import ConfigError, unreadable, unwritable
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
@@ -56,7 +56,7 @@ def save(capsule: Capsule, path: Path) -> None:
     try:
         torch.save(data, path)
     except (OSError, RuntimeError) as e:
-        raise ConfigError(f"case {path}: cannot be written: {e}") from e
+        raise unwritable(f"case {path}", e, "a file in a folder that is yours") from e
 
 
 def load(path: Path) -> Capsule:

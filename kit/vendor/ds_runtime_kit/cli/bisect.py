@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.outputs import check_output
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 
@@ -38,6 +39,7 @@ def run(args: Namespace) -> int:
     """Watch, and say what was seen."""
     if args.steps < 0:
         raise ConfigError(f"bisect --steps {args.steps}: must be at least 0")
+    check_output(Path(args.out), "--out")
     config, explicit = build(EngineConfig, args)
     from ds_runtime_kit.bisect import search
 

@@ -9,6 +9,7 @@ from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.cli.outputs import check_output
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.table import OPS
 
@@ -116,6 +117,8 @@ def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     device, copies = platform.device_info(0), platform.page_copies(0)
     whole = not (args.op or args.kernel or args.check)
     where = Path(args.receipts) if args.receipts else receipts.folder()
+    if whole:
+        check_output(where / f"any-{device.arch}.json", "--receipts", "a folder that is yours")
     made = []
     for name in plugins_of(plugins, args.plugin):
         found = []
