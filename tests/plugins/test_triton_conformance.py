@@ -77,6 +77,7 @@ CASES = [
     *some(EVERY - {"sample", "route", "logprobs"}, "float16", marks=SLOW),
     *some(CACHE | MATRIX - {"linear", "experts"}, "bfloat16", TRUE_DIMS, 16, marks=SLOW),
     *some({"mla_decode"}, "bfloat16", TRUE_DIMS, 64, "float8_e4m3fn", marks=SLOW),
+    *(c for c in some({"mla_decode"}, "bfloat16", page=64) if "page edges" in str(c.id)),
     *some({"index_prologue", "index_scores"}, "bfloat16", TRUE_DIMS, 64, "float8_e4m3fn", SLOW),
     *some(SCALED, "float16", TRUE_DIMS, 64, FP8_GROUPS, SLOW),
 ]
