@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import NEAR, check_coarse, check_float32
 
 MOVED = 4 * NEAR  # of a token that another expert served: on CPUs 0.09 at most
-CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+CHAIN: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-LEVELS = {
+LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": {"by heads": {}, "by sequences": {"enable_dp_attention": True}},
     "experts": {"by width": {}, "by number": {"ep": 2}},
     "drafts": {"none": {}, "chain": CHAIN, "tree": TREE},

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime.text.tokenizer import Tokenizer
 from parts import mostly_slow
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "platform": "cpu",
     "dtype": "float32",
     "context_length": 256,
@@ -36,10 +37,10 @@ SETTINGS = {
     "page_size": 8,
     "allow_nan_weights": True,
 }
-CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+CHAIN: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
-CAPTURED = {"platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
-WAYS = {
+CAPTURED: dict[str, Any] = {"platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
+WAYS: dict[str, dict[str, Any]] = {
     "op by op": {"disable_graph": True},
     "captured chains": {**CAPTURED, **CHAIN},
     "ranks": {"tp": 2, "dist_timeout": 60},
@@ -243,4 +244,6 @@ def test_a_stream_ends_with_an_event(served, path):
 
 def counter(http):
     text = http.get("/metrics").text
-    return float(re.search(r"^ds_runtime_corrupted_requests_total\{.*\} (\S+)$", text, re.M)[1])
+    found = re.search(r"^ds_runtime_corrupted_requests_total\{.*\} (\S+)$", text, re.M)
+    assert found is not None, text
+    return float(found[1])

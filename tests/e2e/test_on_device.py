@@ -8,6 +8,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from ds_runtime_kit.models.tiny import V3_HEADS
 pytestmark = pytest.mark.gpu
 
 PROMPTS = ["12+30=", "The capital of France", "def add(a, b):", "Once upon a time, there was"]
-MIXED = (
+MIXED: tuple[dict[str, Any], ...] = (
     {"max_tokens": 24},
     {"max_tokens": 9, "temperature": 0.8},
     {"max_tokens": 40, "logprobs": 2},
@@ -136,7 +137,7 @@ def submits():
 
 def run(engine):
     asked = list(submits())
-    found = {s.rid: [] for s in asked}
+    found: dict[str, list[int]] = {s.rid: [] for s in asked}
     for submit in asked:
         assert engine.submit(submit) is None
     while engine.has_work:
@@ -185,7 +186,7 @@ def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable
     asked = [s for s in submits() if s.params.logprobs is None and not s.params.temperature]
     asked = [s for s in asked if s.params.prompt_logprobs is None]
     assert len(asked) >= 6
-    found = {s.rid: [] for s in asked}
+    found: dict[str, list[int]] = {s.rid: [] for s in asked}
     with no_waiting(platform):
         for submit in asked:
             assert engine.submit(submit) is None
@@ -246,13 +247,15 @@ def test_decode_attention_of_every_provider_answers_alike(platform, wide_heads, 
     prompts = [[(7 * i + 31 * j) % 200 + 3 for j in range(40 + 37 * i)] for i in range(9)]
     found = {}
     for provider in (None, "triton"):
-        given = {"pin": (f"mla_decode={provider}",)} if provider else {}
+        given: dict[str, Any] = {"pin": (f"mla_decode={provider}",)} if provider else {}
         with LLM(
             wide_heads, platform=platform.name, dtype="bfloat16", page_size=64,
             context_length=512, disable_graph=disable_graph, **given,
         ) as llm:  # fmt: skip
             every = [*llm.generate(prompts[:1], params), *llm.generate(prompts, params)]
-        found[provider] = [[(e.token, e.logprob) for e in o.outputs[0].logprobs] for o in every]
+        found[provider] = [
+            [(e.token, e.logprob) for e in o.outputs[0].logprobs or ()] for o in every
+        ]
     alike = 0
     for best, portable in zip(*found.values(), strict=True):
         for (token, logprob), (other, want) in zip(best, portable, strict=True):

@@ -108,7 +108,7 @@ class Offline:
             env["MORTAL_BASE"] = base
         self.rank, self.phase, self.how = rank, phase, how.split()[0]
         self.said = tmp_path / f"said{rank}"
-        command = [sys.executable, HERE / "mortal_main.py", "demo", "mortal"]
+        command = [sys.executable, str(HERE / "mortal_main.py"), "demo", "mortal"]
         with self.said.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | env
