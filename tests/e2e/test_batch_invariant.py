@@ -35,7 +35,7 @@ LENGTHS = (1, 3, 16, 17, 40, 63, 64, 90, 130, 200)
 REQUESTS = 12
 
 
-def drawn(seed):
+def drawn(seed) -> tuple[list[int], SamplingParams]:
     """(prompt, how to sample), some of which begin alike."""
     draw = random.Random(seed)
     prompt = [draw.randrange(300, 2000) for _ in range(draw.choice(LENGTHS))]
@@ -57,7 +57,7 @@ def bits_of(output: RequestOutput) -> list[bytes]:
     return bits(output.logprobs)
 
 
-def answers(llm, numbers):
+def answers(llm: LLM, numbers) -> tuple[list[list[bytes]], list[RequestOutput]]:
     """What the requests of these numbers are answered together."""
     asked = [drawn(number) for number in numbers]
     outputs = llm.generate([p for p, _ in asked], [s for _, s in asked])
@@ -75,7 +75,7 @@ def alone(dtype):
     return found
 
 
-def check_mixes(llm, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10):
+def check_mixes(llm: LLM, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10):
     """own: the bits of each request, if not those that one CPU gives alone. of: the numbers that
     mixes of up to `most` are drawn from."""
     draw, own = random.Random(seed), own or [alike for alike, _ in alone(dtype)]

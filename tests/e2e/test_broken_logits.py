@@ -79,7 +79,7 @@ def recorded(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def cases(llm, bad):
+def cases(llm: LLM, bad) -> list[tuple[list[int], dict[str, Any], str]]:
     """(prompt, parameters, the token that cannot be drawn)."""
     ids = llm.tokenizer.encode("What is 12 + 30? And what is it then, if one is twice it? " * 2)
     assert len(ids) > 2 * SETTINGS["chunked_prefill_size"], "several chunks"
@@ -121,7 +121,7 @@ def test_the_choice_ends_on_the_device_too(broken, way):
         check_all(llm, bad, exact=False)
 
 
-def check_all(llm, bad, exact=True, together=0):
+def check_all(llm: LLM, bad, exact=True, together=0):
     """exact: a row's logits do not hang on the rows beside it. Elsewhere attention of a tile may
     carry NaN to rows before the token that brings it, so that an earlier one is named."""
     asked = cases(llm, bad)

@@ -12,6 +12,7 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly import room
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench.shapes import config_of
@@ -21,7 +22,7 @@ VOCAB = 102400
 
 
 @pytest.fixture(scope="module")
-def platform():
+def platform() -> Platform:
     best, _ = select_platform(load_plugins())
     if not best.own_memory:
         pytest.skip(f"the best platform here is {best.name}, which shares its memory")
@@ -38,7 +39,9 @@ def prompts(count, length, seed, vocab=VOCAB):
     return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
-def test_the_widest_steps_fit_where_only_the_reserve_is_left(tmp_path, platform, monkeypatch):
+def test_the_widest_steps_fit_where_only_the_reserve_is_left(
+    tmp_path, platform: Platform, monkeypatch
+):
     """Nine tenths of a large device leave more than steps need: here the whole device is given away
     but for what the rule reserves. Then come steps of --max-step-tokens, also over expanded
     prefixes, and 512 requests that use all that sampling can hold."""
@@ -68,7 +71,7 @@ def test_the_widest_steps_fit_where_only_the_reserve_is_left(tmp_path, platform,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_sixty_four_dummy_layers_over_65536_tokens(tmp_path, platform, dtype):
+def test_sixty_four_dummy_layers_over_65536_tokens(tmp_path, platform: Platform, dtype):
     """Nothing is NaN or infinite, and the next token has 2 to 6 nats."""
     sizes = {"num_hidden_layers": 64, "hidden_size": 2048, "num_attention_heads": 16}
     sizes |= {"n_routed_experts": 32, "moe_intermediate_size": 512, "vocab_size": 129280}

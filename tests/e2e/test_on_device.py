@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.messages import Submit, Tokens
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.parallel.world import World
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench import shapes
@@ -43,7 +45,7 @@ MIXED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def platform():
+def platform() -> Platform:
     best, _ = select_platform(load_plugins())
     if not best.asynchronous:
         pytest.skip(f"the best platform here is {best.name}")
@@ -63,7 +65,7 @@ def kernels():
         sys.path.pop(0)
 
 
-def settings(platform, **changes):
+def settings(platform: Platform, **changes) -> dict[str, Any]:
     return {
         "platform": platform.name,
         "dtype": "float32",
@@ -77,7 +79,7 @@ def settings(platform, **changes):
 
 
 @contextmanager
-def no_waiting(platform):
+def no_waiting(platform: Platform) -> Iterator[None]:
     """Whatever waits for the device raises, but for awaiting an event by name."""
     if platform.device().type != "cuda":
         yield
@@ -91,7 +93,7 @@ def no_waiting(platform):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_demo_answers_as_on_the_cpu(platform):
+def test_the_demo_answers_as_on_the_cpu(platform: Platform) -> None:
     params = SamplingParams(max_tokens=32)
     found = {}
     for name in ("cpu", platform.name):
@@ -100,7 +102,7 @@ def test_the_demo_answers_as_on_the_cpu(platform):
     assert found[platform.name] == found["cpu"]
 
 
-def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform, monkeypatch):
+def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform: Platform, monkeypatch):
     drawn, plain = [], MaskedDraw.draw
 
     def draw(self, count):
@@ -129,24 +131,25 @@ def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform, monke
     assert all(re.fullmatch("(a|bc|[d-k]x){9,12}", t) for t in (texts[1], texts[3]))
 
 
-def submits():
+def submits() -> Iterator[Submit]:
     for i, params in enumerate((*MIXED, *MIXED)):
         prompt = [(i * 31 + j * 7) % 250 + 2 for j in range((1, 20, 70, 5)[i % 4])]
         yield Submit(rid=str(i), prompt=prompt, params=SamplingParams(**params), seed=i)
 
 
-def run(engine):
+def run(engine: Engine) -> dict[str, list[int]]:
     asked = list(submits())
     found: dict[str, list[int]] = {s.rid: [] for s in asked}
     for submit in asked:
         assert engine.submit(submit) is None
     while engine.has_work:
         for message in engine.step():
+            assert isinstance(message, Tokens)
             found[message.rid] += message.tokens
     return found
 
 
-def made(tiny, platform, kernels, **changes):
+def made(tiny, platform: Platform, kernels, **changes) -> Engine:
     given = settings(platform, **changes)
     assembly = assemble(EngineConfig(model=str(tiny), **given), given, [kernels])
     runner = Runner(assembly, World.alone(), poison=True)
@@ -192,6 +195,7 @@ def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable
             assert engine.submit(submit) is None
         while engine.has_work:
             for message in engine.step():
+                assert isinstance(message, Tokens)
                 found[message.rid] += message.tokens
     assert found == {rid: expected[rid] for rid in found}
 
@@ -241,7 +245,9 @@ def wide_heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disable_graph", [False, True])
-def test_decode_attention_of_every_provider_answers_alike(platform, wide_heads, disable_graph):
+def test_decode_attention_of_every_provider_answers_alike(
+    platform: Platform, wide_heads, disable_graph
+):
     """Sequences that cross pages, one and several, beside each other."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
     prompts = [[(7 * i + 31 * j) % 200 + 3 for j in range(40 + 37 * i)] for i in range(9)]
