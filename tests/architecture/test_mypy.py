@@ -73,7 +73,8 @@ def test_tests_that_need_a_gpu_are_checked() -> None:
             assert "# mypy:" not in text, f"{path} has settings of its own"
             found.add(path.relative_to(ROOT).as_posix())
     assert found, "no test needs a GPU"
-    assert not found - checked().keys(), "add them to `files` of [tool.mypy] in pyproject.toml"
+    missing = sorted(found - checked().keys())
+    assert not missing, "add them to `files` of [tool.mypy] in pyproject.toml"
     for file in found:
         module, options = checked()[file]
         assert options.check_untyped_defs and not options.ignore_errors, module
