@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 def is_deep() -> bool:
     """Whether everything is tried."""
-    return settings.default.max_examples > 100
+    profile = settings.default
+    assert profile is not None
+    return profile.max_examples > 100
 
 
 def some_of(every: Sequence[T], count: int) -> list[T]:

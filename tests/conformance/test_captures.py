@@ -108,7 +108,8 @@ def _devices() -> Iterator[tuple[Platform, Facts, Offers, Kernel]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_captures_on_the_accelerator(op: str) -> None:
-    found, failures, backends = 0, [], {}
+    found, failures = 0, list[str]()
+    backends: dict[str, Any] = {}
     for platform, facts, offers, kernel in devices():
         if kernel.op.name != op:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,13 +119,17 @@ def chat_v4(tmp_path_factory):
 
     demo = json.loads((DEMO_FOLDER / "config.json").read_text())
     torch.manual_seed(5)
+    named: dict[str, Any] = {  # as checkpoints call them
+        "compress_ratios": [0, 4, 128, 4],
+        "num_hash_layers": 1,
+        "qk_rope_head_dim": 8,
+    }
     config = DeepseekV4Config(
         vocab_size=demo["vocab_size"], hidden_size=64, moe_intermediate_size=32,
         num_hidden_layers=4, num_attention_heads=8, head_dim=32, q_lora_rank=32,
-        num_experts_per_tok=2, n_routed_experts=8, compress_ratios=[0, 4, 128, 4],
-        qk_rope_head_dim=8, index_n_heads=16, index_head_dim=16, index_topk=8, o_groups=2,
-        o_lora_rank=16, num_hash_layers=1, sliding_window=16, max_position_embeddings=2048,
-        eos_token_id=demo["eos_token_id"],
+        num_experts_per_tok=2, n_routed_experts=8, index_n_heads=16, index_head_dim=16,
+        index_topk=8, o_groups=2, o_lora_rank=16, sliding_window=16, max_position_embeddings=2048,
+        eos_token_id=demo["eos_token_id"], **named,
     )  # fmt: skip
     model = DeepseekV4ForCausalLM(config)
     for name, buffer in model.named_buffers():

@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+from typing import Any
 
 import pytest
 
-from ds_runtime import OutputRules, SamplingParams
+from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.description.hf import load_config
+from ds_runtime.offline.outputs import RequestOutput
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import NEAR, check_coarse, check_float32
 
 MOVED = 4 * NEAR  # of a token that another expert served: on CPUs 0.09 at most
-CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+CHAIN: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-LEVELS = {
+LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": {"by heads": {}, "by sequences": {"enable_dp_attention": True}},
     "experts": {"by width": {}, "by number": {"ep": 2}},
     "drafts": {"none": {}, "chain": CHAIN, "tree": TREE},
@@ -123,7 +125,7 @@ def checkpoints(factory, tokenizers, dtype="float32", **dims):
     return found
 
 
-def ask(llm, run, best=0, lengths=(5, 40, 21, 60, 1, 33)):
+def ask(llm: LLM, run, best=0, lengths=(5, 40, 21, 60, 1, 33)) -> list[RequestOutput]:
     """Greedy and sampled requests in mixed batches, some of which begin alike. best: alternatives
     whose log-probabilities are told."""
     draw, params = random.Random(3), []
@@ -161,7 +163,7 @@ def settings_of(run, made, base, second="e"):
     return given
 
 
-def check_served(llm, run, found, ranks=2):
+def check_served(llm: LLM, run, found: list[RequestOutput], ranks=2) -> None:
     """That what is on was at work."""
     stats, plan = llm.stats(), llm.plan
     assert (plan.ep, plan.attn_dp) == (

@@ -11,7 +11,9 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 import launches
@@ -47,7 +49,7 @@ FP8 = {
     "activation_scheme": "dynamic",
 }
 NEXTN = {"speculative_algorithm": "NEXTN"}
-CASES = {  # shape, config, settings
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # shape, config, settings
     "dense": ("v2-lite", {}, {}),
     "lora": ("v2-lite", {}, {"max_loras": 2, "max_lora_rank": 8}),
     "expanded": ("v2-lite", {}, {"disable_mla": True}),
@@ -62,9 +64,9 @@ CASES = {  # shape, config, settings
     "sparse": ("v32", {"index_topk": 512, "index_head_dim": 128, "quantization_config": FP8}, {}),
 }
 RULES = (
-    {"json_schema": {"type": "object"}},
-    {"regex": "[ab]{4,}"},
-    {"choice": ("ab", "abc")},
+    OutputRules(json_schema={"type": "object"}),
+    OutputRules(regex="[ab]{4,}"),
+    OutputRules(choice=("ab", "abc")),
 )
 
 
@@ -85,7 +87,7 @@ def request(draw: random.Random, longest: int, known: list[list[int]], loras: li
         prompt = (draw.choice(known) + prompt)[:longest]
     if draw.random() < 0.1:
         known.append(prompt)
-    kind = {"max_tokens": draw.choice((1, 2, 3, 8, 24)), "ignore_eos": True}
+    kind: dict[str, Any] = {"max_tokens": draw.choice((1, 2, 3, 8, 24)), "ignore_eos": True}
     if draw.random() < 0.5:
         kind |= {"temperature": 0.7, "top_k": draw.choice((0, 20)), "top_p": draw.choice((1, 0.9))}
         kind["min_p"] = draw.choice((0.0, 0.05))
@@ -100,7 +102,7 @@ def request(draw: random.Random, longest: int, known: list[list[int]], loras: li
     if draw.random() < 0.2:
         kind["min_tokens"] = 1
     if draw.random() < 0.1:
-        kind |= {"rules": OutputRules(**draw.choice(RULES)), "ignore_eos": False, "max_tokens": 4}
+        kind |= {"rules": draw.choice(RULES), "ignore_eos": False, "max_tokens": 4}
     return prompt, SamplingParams(**kind), draw.choice([None, *loras]) if loras else None
 
 
@@ -123,10 +125,14 @@ def main() -> None:
         for seed, name in enumerate(loras):
             write_adapter(given.folder / name, model, lambda m: "experts" not in m, seed=seed)
         extra = {**extra, "lora": tuple(f"{name}={given.folder / name}" for name in loras)}
-    settings = {"load_format": "dummy", "max_running_requests": given.running, **extra}
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_running_requests": given.running,
+        **extra,
+    }
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        made = compilations.counted
+        made: Callable[[], Mapping[Any, Any]] = compilations.counted
         if not given.real:
             made = launches.COMPILED.copy
             stack.enter_context(launches.recording())

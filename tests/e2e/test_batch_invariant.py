@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.offline.outputs import RequestOutput
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.answers import bits, check_coarse, check_float32, forced
 from parts import is_deep, mostly_slow
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "platform": "cpu",
     "context_length": 512,
     "kv_memory": 24_000_000,
@@ -26,14 +28,14 @@ SETTINGS = {
     "max_running_requests": 12,
     "batch_invariant": True,
 }
-DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+DRAFTS: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 COARSE_FIRST = pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], 1))
 LENGTHS = (1, 3, 16, 17, 40, 63, 64, 90, 130, 200)
 REQUESTS = 12
 
 
-def drawn(seed):
+def drawn(seed) -> tuple[list[int], SamplingParams]:
     """(prompt, how to sample), some of which begin alike."""
     draw = random.Random(seed)
     prompt = [draw.randrange(300, 2000) for _ in range(draw.choice(LENGTHS))]
@@ -49,11 +51,17 @@ def drawn(seed):
     )
 
 
-def answers(llm, numbers):
+def bits_of(output: RequestOutput) -> list[bytes]:
+    """Of a result that was asked for log-probabilities."""
+    assert output.logprobs is not None
+    return bits(output.logprobs)
+
+
+def answers(llm: LLM, numbers) -> tuple[list[list[bytes]], list[RequestOutput]]:
     """What the requests of these numbers are answered together."""
     asked = [drawn(number) for number in numbers]
     outputs = llm.generate([p for p, _ in asked], [s for _, s in asked])
-    return [bits(output.logprobs) for output in outputs], outputs
+    return [bits_of(output) for output in outputs], outputs
 
 
 @cache
@@ -67,7 +75,7 @@ def alone(dtype):
     return found
 
 
-def check_mixes(llm, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10):
+def check_mixes(llm: LLM, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10):
     """own: the bits of each request, if not those that one CPU gives alone. of: the numbers that
     mixes of up to `most` are drawn from."""
     draw, own = random.Random(seed), own or [alike for alike, _ in alone(dtype)]
@@ -78,7 +86,7 @@ def check_mixes(llm, dtype, count, seed=0, own=None, of=range(REQUESTS), most=10
             assert made == own[number], f"{number} of {numbers}"
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "prefix hits": {},
     "chunks": {"chunked_prefill_size": 13, "max_step_tokens": 29, "page_size": 8},
     "drafts": DRAFTS,
@@ -176,13 +184,13 @@ def test_adapters_in_a_batch(adapters, dtype, way, count):
 
     with LLM("demo", **settings, disable_radix_cache=True) as llm:
         single = [told(llm, [number])[0] for number in range(REQUESTS)]
-    own = [bits(output.logprobs) for output in single]
+    own = [bits_of(output) for output in single]
     assert all(own[n] != alone(dtype)[n][0] for n in range(REQUESTS) if named[n])
     draw = random.Random(len(way))
     with LLM("demo", **{**settings, **WAYS[way]}) as llm:
         for _ in range(count):
             numbers = [draw.randrange(REQUESTS) for _ in range(draw.randint(2, 10))]
-            made = [bits(output.logprobs) for output in told(llm, numbers)]
+            made = [bits_of(output) for output in told(llm, numbers)]
             assert made == [own[number] for number in numbers], numbers
 
 
@@ -195,7 +203,7 @@ def test_without_a_seed_tokens_vary_and_their_bits_do_not(dtype):
         made = llm.generate([prompt] * 4, [free] * 4)
         assert len({tuple(output.token_ids) for output in made}) == 4
         scored = [bits(scores) for scores in forced(llm, made, 2)]
-        assert scored == [bits(output.logprobs) for output in made]
+        assert scored == [bits_of(output) for output in made]
 
 
 SHORT = SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
@@ -220,10 +228,10 @@ def test_other_models(checkpoints, shape, fp8, settings):
     given = {**SETTINGS, "dtype": "bfloat16", "page_size": 16, **settings}
     with LLM(folder, **given, chunked_prefill_size=29) as llm:
         single = [llm.generate(prompt, SHORT)[0] for prompt in prompts]
-        own = [bits(output.logprobs) for output in single]
+        own = [bits_of(output) for output in single]
         for _ in range(2):
             together = llm.generate(prompts * 2, [SHORT] * 12)
-            assert [bits(output.logprobs) for output in together] == own * 2
+            assert [bits_of(output) for output in together] == own * 2
         assert [bits(scores) for scores in forced(llm, single, 2)] == own
 
 

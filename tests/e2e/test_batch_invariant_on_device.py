@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
-from test_batch_invariant import DRAFTS, REQUESTS, answers, check_mixes, drawn
+from test_batch_invariant import DRAFTS, REQUESTS, answers, bits_of, check_mixes, drawn
 from test_parity_llm import PARAMS, errors, errors_in_bfloat16, prompts_of
 from test_parity_on_device import LIMIT, V3
 
@@ -18,7 +19,7 @@ from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny_fp8
 
 pytestmark = pytest.mark.gpu
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"chunked_prefill_size": 13, "max_step_tokens": 29},
     "drafts": DRAFTS,
@@ -79,10 +80,10 @@ def test_fp8_with_the_heads_of_v3(settings, tmp_path):
     judged, outputs = prompts_of(oracle), {}
     with LLM(tmp_path, **settings, dtype="bfloat16", chunked_prefill_size=96) as llm:
         single = [llm.generate(prompt, greedy)[0] for prompt in prompts]
-        own = [bits(output.logprobs) for output in single]
+        own = [bits_of(output) for output in single]
         for _ in range(2):
             together = llm.generate(prompts * 3, [greedy] * 3 * REQUESTS)
-            assert [bits(output.logprobs) for output in together] == own * 3
+            assert [bits_of(output) for output in together] == own * 3
         assert [bits(scores) for scores in forced(llm, single, 2)] == own
         outputs["with --batch-invariant"] = llm.generate(judged, PARAMS)
     with LLM(tmp_path, **{**settings, "batch_invariant": False}, dtype="bfloat16") as plain:

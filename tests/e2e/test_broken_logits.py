@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime.text.tokenizer import Tokenizer
 from parts import mostly_slow
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "platform": "cpu",
     "dtype": "float32",
     "context_length": 256,
@@ -33,10 +34,10 @@ SETTINGS = {
     "page_size": 8,
     "allow_nan_weights": True,
 }
-CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+CHAIN: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
-CAPTURED = {"platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
-WAYS = {
+CAPTURED: dict[str, Any] = {"platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
+WAYS: dict[str, dict[str, Any]] = {
     "op by op": {"disable_graph": True},
     "captured chains": {**CAPTURED, **CHAIN},
     "ranks": {"tp": 2, "dist_timeout": 60},
@@ -63,7 +64,7 @@ def broken(tmp_path_factory):
     return folder, bad
 
 
-def cases(llm, bad):
+def cases(llm: LLM, bad) -> list[tuple[list[int], dict[str, Any], str]]:
     """(prompt, parameters, the token that cannot be drawn)."""
     ids = llm.tokenizer.encode("What is 12 + 30? And what is it then, if one is twice it? " * 2)
     assert len(ids) > 2 * SETTINGS["chunked_prefill_size"], "several chunks"
@@ -106,7 +107,7 @@ def test_the_choice_ends_on_the_device_too(broken, way):
         check_all(llm, bad, exact=False)
 
 
-def check_all(llm, bad, exact=True, together=0):
+def check_all(llm: LLM, bad, exact=True, together=0):
     """exact: a row's logits do not hang on the rows beside it. Elsewhere attention of a tile may
     carry NaN to rows before the token that brings it, so that an earlier one is named."""
     asked = cases(llm, bad)
@@ -229,4 +230,6 @@ def test_a_stream_ends_with_an_event(served, path):
 
 def counter(http):
     text = http.get("/metrics").text
-    return float(re.search(r"^ds_runtime_corrupted_requests_total\{.*\} (\S+)$", text, re.M)[1])
+    found = re.search(r"^ds_runtime_corrupted_requests_total\{.*\} (\S+)$", text, re.M)
+    assert found is not None, text
+    return float(found[1])

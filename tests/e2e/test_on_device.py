@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.messages import Submit, Tokens
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.parallel.world import World
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench import shapes
@@ -28,7 +31,7 @@ from ds_runtime_kit.models.tiny import V3_HEADS
 pytestmark = pytest.mark.gpu
 
 PROMPTS = ["12+30=", "The capital of France", "def add(a, b):", "Once upon a time, there was"]
-MIXED = (
+MIXED: tuple[dict[str, Any], ...] = (
     {"max_tokens": 24},
     {"max_tokens": 9, "temperature": 0.8},
     {"max_tokens": 40, "logprobs": 2},
@@ -40,7 +43,7 @@ MIXED = (
 
 
 @pytest.fixture(scope="module")
-def platform():
+def platform() -> Platform:
     best, _ = select_platform(load_plugins())
     if not best.asynchronous:
         pytest.skip(f"the best platform here is {best.name}")
@@ -48,7 +51,7 @@ def platform():
     return best
 
 
-def settings(platform, **changes):
+def settings(platform: Platform, **changes) -> dict[str, Any]:
     return {
         "platform": platform.name,
         "dtype": "float32",
@@ -62,7 +65,7 @@ def settings(platform, **changes):
 
 
 @contextmanager
-def no_waiting(platform):
+def no_waiting(platform: Platform) -> Iterator[None]:
     """Whatever waits for the device raises, but for awaiting an event by name."""
     if platform.device().type != "cuda":
         yield
@@ -76,7 +79,7 @@ def no_waiting(platform):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_demo_answers_as_on_the_cpu(platform):
+def test_the_demo_answers_as_on_the_cpu(platform: Platform) -> None:
     params = SamplingParams(max_tokens=32)
     found = {}
     for name in ("cpu", platform.name):
@@ -85,7 +88,7 @@ def test_the_demo_answers_as_on_the_cpu(platform):
     assert found[platform.name] == found["cpu"]
 
 
-def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform, monkeypatch):
+def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform: Platform, monkeypatch):
     drawn, plain = [], MaskedDraw.draw
 
     def draw(self, count):
@@ -114,24 +117,25 @@ def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform, monke
     assert all(re.fullmatch("(a|bc|[d-k]x){9,12}", t) for t in (texts[1], texts[3]))
 
 
-def submits():
+def submits() -> Iterator[Submit]:
     for i, params in enumerate((*MIXED, *MIXED)):
         prompt = [(i * 31 + j * 7) % 250 + 2 for j in range((1, 20, 70, 5)[i % 4])]
         yield Submit(rid=str(i), prompt=prompt, params=SamplingParams(**params), seed=i)
 
 
-def run(engine):
+def run(engine: Engine) -> dict[str, list[int]]:
     asked = list(submits())
-    found = {s.rid: [] for s in asked}
+    found: dict[str, list[int]] = {s.rid: [] for s in asked}
     for submit in asked:
         assert engine.submit(submit) is None
     while engine.has_work:
         for message in engine.step():
+            assert isinstance(message, Tokens)
             found[message.rid] += message.tokens
     return found
 
 
-def made(tiny, platform, recorded, **changes):
+def made(tiny, platform: Platform, recorded, **changes) -> Engine:
     given = settings(platform, **changes)
     assembly = assemble(EngineConfig(model=str(tiny), **given), given, [recorded])
     runner = Runner(assembly, World.alone(), poison=True)
@@ -171,12 +175,13 @@ def test_no_step_waits_for_the_device(tiny, platform, recorded, expected, disabl
     asked = [s for s in submits() if s.params.logprobs is None and not s.params.temperature]
     asked = [s for s in asked if s.params.prompt_logprobs is None]
     assert len(asked) >= 6
-    found = {s.rid: [] for s in asked}
+    found: dict[str, list[int]] = {s.rid: [] for s in asked}
     with no_waiting(platform):
         for submit in asked:
             assert engine.submit(submit) is None
         while engine.has_work:
             for message in engine.step():
+                assert isinstance(message, Tokens)
                 found[message.rid] += message.tokens
     assert found == {rid: expected[rid] for rid in found}
 
@@ -226,19 +231,23 @@ def wide_heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disable_graph", [False, True])
-def test_decode_attention_of_every_provider_answers_alike(platform, wide_heads, disable_graph):
+def test_decode_attention_of_every_provider_answers_alike(
+    platform: Platform, wide_heads, disable_graph
+):
     """Sequences that cross pages, one and several, beside each other."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
     prompts = [[(7 * i + 31 * j) % 200 + 3 for j in range(40 + 37 * i)] for i in range(9)]
     found = {}
     for provider in (None, "triton"):
-        given = {"pin": (f"mla_decode={provider}",)} if provider else {}
+        given: dict[str, Any] = {"pin": (f"mla_decode={provider}",)} if provider else {}
         with LLM(
             wide_heads, platform=platform.name, dtype="bfloat16", page_size=64,
             context_length=512, disable_graph=disable_graph, **given,
         ) as llm:  # fmt: skip
             every = [*llm.generate(prompts[:1], params), *llm.generate(prompts, params)]
-        found[provider] = [[(e.token, e.logprob) for e in o.outputs[0].logprobs] for o in every]
+        found[provider] = [
+            [(e.token, e.logprob) for e in o.outputs[0].logprobs or ()] for o in every
+        ]
     alike = 0
     for best, portable in zip(*found.values(), strict=True):
         for (token, logprob), (other, want) in zip(best, portable, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_kit.models.oracle import TIE, Oracle
 from ds_runtime_kit.models.tiny import SHAPES
 
-SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
+SETTINGS: dict[str, Any] = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "context_length": 256,
+    "threads": 1,
+}
 SETTINGS |= {"kv_memory": "8MB"}
 LENGTHS = (130, 64, 17, 1, 45)  # the original rope length of most shapes is 64
 PARAMS = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=2, ignore_eos=True)
@@ -79,7 +85,7 @@ def test_alone_and_together(checkpoints, shape):
     assert [o.token_ids for o in single] == [o.token_ids for o in together[1:3]]
 
 
-SIZES = [
+SIZES: list[dict[str, Any]] = [
     {"chunked_prefill_size": 1, "page_size": 4},
     {"chunked_prefill_size": 7, "max_step_tokens": 16, "prefix_chunk": 5},
     {"chunked_prefill_size": 33, "page_size": 1},

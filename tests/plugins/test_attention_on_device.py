@@ -31,7 +31,10 @@ def segments(lens: tuple[int, ...]) -> Segments:
     return Segments(lens, cu)
 
 
-def inputs(heads: int, queries, keys) -> tuple[Tensor, ...]:
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, q_rope, k, k_rope, v
+
+
+def inputs(heads: int, queries, keys) -> Parts:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -40,7 +43,7 @@ def inputs(heads: int, queries, keys) -> tuple[Tensor, ...]:
     return q[..., :128], q_rope, both[..., :128], k_rope, both[..., 128:]
 
 
-def expected(parts, queries, keys, causal) -> tuple[Tensor, Tensor]:
+def expected(parts: Parts, queries, keys, causal) -> tuple[Tensor, Tensor]:
     """In float64, sequence by sequence."""
     q, q_rope, k, k_rope, v = (x.double() for x in parts)
     heads, outs, sums = q.shape[1], [], []
@@ -94,12 +97,13 @@ def test_what_the_copy_engine_cannot_read_is_copied():
         wide[:, 3:-2] = x.reshape(x.shape[0], -1)
         return wide[:, 3:-2].unflatten(1, x.shape[1:])
 
-    moved = [elsewhere(x) for x in parts]
-    again = mha_prefill(*moved, segments(lens), segments(lens), True, SCALE)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts]
-    again = mha_prefill(*turned, segments(lens), segments(lens), True, SCALE)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    for change in (elsewhere, turned):
+        q, q_rope, k, k_rope, v = (change(x) for x in parts)
+        again = mha_prefill(q, q_rope, k, k_rope, v, segments(lens), segments(lens), True, SCALE)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 @pytest.mark.parametrize("powers", [False, True])

@@ -23,6 +23,11 @@ FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90", frozenset({"triton"})), "b
 FORMATS = {True: ("fp8_experts.v1", 0.08), False: ("dense_experts.v1", 0.006)}
 
 
+Streamed = experts_streaming.ExpertsFp8 | experts_streaming.ExpertsDense
+Coded = experts_streaming.ExpertsFp8 | grouped_fp8.ExpertsGrouped
+BESIDE = experts_streaming.ExpertsBlock7 | experts_streaming.ExpertsDense12
+
+
 def weights(fp8: bool, experts: int, inter: int, hidden: int, powers: bool = False) -> Packed:
     tensors: dict = {}
     device = torch.device("cuda")
@@ -69,7 +74,9 @@ def inputs(tokens: int, experts: int, top_k: int, hidden: int, absent: bool):
     return x, torch.rand(tokens, top_k, device="cuda") + 0.1, ids
 
 
-def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...], limit: float):
+def compare_replays(
+    kernel: Streamed | Coded, packed: Packed, top_k: int, counts: tuple[int, ...], limit: float
+) -> None:
     experts, hidden, _ = packed.shape
     for tokens, absent in product(counts, (False, True)):
         x, chosen, ids = inputs(tokens, experts, top_k, hidden, absent)
@@ -95,11 +102,16 @@ def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...],
             assert torch.equal(out, kernel.apply(strided, chosen, ids, packed))
 
 
-KERNELS = {
+KERNELS: dict[str, type[Streamed]] = {
     "fp8": experts_streaming.ExpertsFp8,
     "7 bits": experts_streaming.ExpertsBlock7,
     "dense": experts_streaming.ExpertsDense,
     "12 bits": experts_streaming.ExpertsDense12,
+}
+OF_CODES: dict[str, type[Coded]] = {
+    "fp8": experts_streaming.ExpertsFp8,
+    "7 bits": experts_streaming.ExpertsBlock7,
+    "many tokens": grouped_fp8.ExpertsGrouped,
 }
 
 
@@ -116,6 +128,7 @@ def test_replays_compute_new_inputs(monkeypatch, shape, form, cores):
     packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
     kernel = KERNELS[form](FACTS)
     if coded:
+        assert isinstance(kernel, BESIDE)
         plain = packed.nbytes
         packed = kernel.hold_second_form(packed)
         assert packed.nbytes > plain, "they fit"
@@ -166,18 +179,20 @@ def test_other_tokens_do_not_matter(powers):
 
 
 @pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize("form", ["fp8", "7 bits", "many tokens"])
+@pytest.mark.parametrize("form", OF_CODES)
 def test_codes_give_the_bits_of_rows(form, powers):
     """As columns of wider tensors, where they arrive from other ranks; of half the pairs another
     rank has the expert."""
     torch.manual_seed(4)
     experts, inter, hidden, top_k = 40, 384, 1024, 5
     packed = weights(True, experts, inter, hidden, powers)
-    kernel = {**KERNELS, "many tokens": grouped_fp8.ExpertsGrouped}[form](FACTS)
-    packed = kernel.hold_second_form(packed) if form == "7 bits" else packed
+    kernel = OF_CODES[form](FACTS)
+    packed = kernel.hold_second_form(packed) if isinstance(kernel, BESIDE) else packed
     for tokens in (17, 40, 256, 1500):
         x, chosen, ids = inputs(tokens, experts, top_k, hidden, True)
-        q, scale = kernel.quantize(tokens, x, packed)
+        codes = kernel.quantize(tokens, x, packed)
+        assert codes is not None
+        q, scale = codes
         outer = torch.full((tokens, hidden + 128), 255, dtype=torch.uint8, device="cuda")
         outer[:, 64:-64] = q.view(torch.uint8)
         sizes = torch.full((tokens, scale.shape[1] + 32), float("nan"), device="cuda")

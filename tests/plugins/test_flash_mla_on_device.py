@@ -3,39 +3,45 @@ and they read what it has."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+from ds_runtime.ops.batch import Batch, DecodePart, Limits
+from ds_runtime.ops.contract import DeviceInfo, Dims
+from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
+
+if TYPE_CHECKING:
+    from ds_runtime_cuda.flash_mla import MlaDecode, State
 
 pytestmark = pytest.mark.gpu
 HEADS, WIDTH = 128, 576
 
 
-def adapter():
+def adapter() -> tuple[MlaDecode, State]:
     """(MlaDecode, its state of no sequences)."""
     pytest.importorskip("flash_mla")
-    from ds_runtime.api import Limits
     from ds_runtime_cuda.flash_mla import MlaDecode
 
     limits = Limits(
         max_tokens=256, max_sequences=256, max_pages_per_sequence=40, page_size=64, heads=HEADS,
         device=torch.device("cuda"), max_queries=1,
     )  # fmt: skip
-    kernel = MlaDecode(SimpleNamespace(dims={"heads": HEADS}))
+    device = DeviceInfo("cuda", "a GPU", "sm90")
+    kernel = MlaDecode(facts_for(device, "bfloat16", Dims({**TRUE_DIMS, "heads": HEADS}), 64))
     return kernel, kernel.state(limits)
 
 
 def test_it_is_planned_beside_a_step_and_for_all_lengths():
-    from ds_runtime.api import DecodePart
-
     kernel, state = adapter()
     lens = torch.tensor([0, 1, 64, 65, 2500, 1, 700], dtype=torch.int32, device="cuda")
     pages = torch.randperm(7 * 40, device="cuda", dtype=torch.int32).view(7, 40)
     cache = torch.randn(7 * 40, 64, WIDTH, device="cuda").bfloat16()
     q = torch.randn(7, HEADS, WIDTH, device="cuda").bfloat16()
     part = DecodePart(page_table=pages, kv_lens=lens, host_kv_lens=tuple(lens.tolist()))
-    kernel.prepare(state, SimpleNamespace(decode=part))
+    none = torch.empty(0, dtype=torch.int64, device="cuda")
+    kernel.prepare(state, Batch(none, none, none, none, decode=part))
     found = kernel.run(state, q, cache, 0.05)
     assert not found[0].any()
     want = expected(q[1:], cache, pages[1:], lens[1:])
@@ -52,13 +58,14 @@ def test_sparse_decode_is_waited_for(rows, captured):
     from ds_runtime_cuda.flash_mla import scaled_sparse_mla
 
     torch.manual_seed(rows)
-    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     cache = encoded(torch.randn(4096, 512, **bf16), torch.randn(4096, 64, **bf16)).view(64, 64, -1)
     slots = torch.stack([torch.randperm(4096, device="cuda")[:2048] for _ in range(rows)]).int()
     q = torch.randn(rows, HEADS, WIDTH, **bf16)
     want = scaled_sparse_mla(q, cache, slots, 512, 0.05).clone()
     torch.cuda.synchronize()
-    read, out = torch.empty_like(want), []
+    read = torch.empty_like(want)
+    out: list[torch.Tensor] = []
 
     def step():
         out[:] = [scaled_sparse_mla(q, cache, slots, 512, 0.05)]
@@ -100,7 +107,7 @@ def test_it_waits_and_is_waited_for(rows, length, captured):
     state.queries.table, state.queries.lens, state.queries.count = table, lens, rows
     given = torch.randn(rows, HEADS, WIDTH, device="cuda").bfloat16()
     q, read = torch.empty_like(given), torch.empty(rows, HEADS, 512, device="cuda").bfloat16()
-    out = []
+    out: list[torch.Tensor] = []
 
     def step():
         kernel._plan(state)

@@ -65,6 +65,7 @@ def test_stacks_of_two_matrices():
     torch.manual_seed(1)
     values = weight(3, 512, 384)
     coded = fp8_compressed.encode(values, "nothing", halves=2)
+    assert coded is not None
     got = double.stacked(coded.tiles, coded.stride, coded.base, 3, 2, 2)
     assert torch.equal(got, values.view(torch.uint8).view(-1, 384).cpu())
 

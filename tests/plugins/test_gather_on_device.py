@@ -7,12 +7,15 @@ from __future__ import annotations
 import random
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from ranks_on_devices import check_ranks
+from torch import Tensor
 
 from ds_runtime.engine.process.entry import enter
+from ds_runtime.platform.contract import Communicator, GraphBackend, Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
@@ -23,7 +26,11 @@ SHAPES = [(rows, EACH, 0) for rows in ROWS] + [(1, 8, 0), (3, 8, 7), (5, 64640, 
 STEP = ((1, EACH), (37, 4096), (512, 2048), (8, EACH), (1, 8), (128, EACH))  # of a captured step
 
 
-def parts_of(comm, device, rows, n, seed):
+Gather = Callable[[Tensor, Tensor], None]
+Sums = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+def parts_of(comm: Communicator, device, rows, n, seed) -> list[Tensor]:
     """What any rank knows of another's."""
     found = []
     for rank in range(comm.size):
@@ -32,7 +39,7 @@ def parts_of(comm, device, rows, n, seed):
     return found
 
 
-def eager(comm, device, gather):
+def eager(comm: Communicator, device, gather: Gather) -> None:
     for rows, n, spare in SHAPES:
         parts, width = parts_of(comm, device, rows, n, rows + n), comm.size * n - spare
         around = torch.full((rows + 2, width), -1.0, device=device)
@@ -47,13 +54,20 @@ def eager(comm, device, gather):
     assert torch.equal(out, want.expand(2, -1))
 
 
-def captured(platform, comm, device, backend, gather, sums):
+def captured(
+    platform: Platform,
+    comm: Communicator,
+    device,
+    backend: GraphBackend,
+    gather: Gather,
+    sums: Sums,
+) -> None:
     """A step of several, between which others sum, too, replayed with delays and new values."""
     xs = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in STEP]
     outs = [torch.zeros(rows, comm.size * n, device=device) for rows, n in STEP]
     others = torch.zeros(len(STEP), 64, dtype=torch.bfloat16, device=device)
 
-    def step():
+    def step() -> None:
         for n, (x, out) in enumerate(zip(xs, outs, strict=True)):
             gather(x, out)
             other = (comm.all_reduce, *sums.values())[n % (1 + len(sums))]
@@ -82,13 +96,15 @@ def captured(platform, comm, device, backend, gather, sums):
     assert not int(wrong), f"{int(wrong)} values in {REPLAYS} replays"
 
 
-def in_turn(platform, comm, device, backend, gather):
+def in_turn(
+    platform: Platform, comm: Communicator, device, backend: GraphBackend, gather: Gather
+) -> None:
     """Replays with nothing between them: ranks are up to one call ahead of each other."""
     count = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
     out = torch.zeros(1, 64 * comm.size, device=device)
     seen = torch.zeros((), dtype=torch.int64, device=device)
 
-    def step():
+    def step() -> None:
         for _ in range(3):
             count.add_(1).remainder_(128)
             gather(count + comm.rank, out)
@@ -106,7 +122,7 @@ def in_turn(platform, comm, device, backend, gather):
     assert not int(seen)
 
 
-def rank_of(rank, size, address, results):
+def rank_of(rank, size, address, results) -> None:
     try:
         platform, _ = select_platform(load_plugins())
         enter(platform, rank, size)

@@ -7,14 +7,17 @@ from __future__ import annotations
 import random
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from ranks_on_devices import check_ranks
+from torch import Tensor
 
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.parallel.sums.normed import WIDEST
+from ds_runtime.platform.contract import Communicator, GraphBackend, NormedSum, Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
@@ -25,13 +28,16 @@ WIDTHS = (8, 24, 2048, 5120, 7168, 8192, 8200, WIDEST)
 STEP = (1, 37, 512, 8, 1, 128, 300, 2)  # rows of the sums of a captured step
 
 
-def drawn(seed, rows, width, device, dtype=torch.bfloat16):
+Sums = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+def drawn(seed, rows, width, device, dtype=torch.bfloat16) -> Tensor:
     """What any rank knows of another's."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=draw).to(dtype).to(device)
 
 
-def off(comm, found, parts, residual, weight):
+def off(comm: Communicator, found, parts, residual: Tensor, weight: Tensor) -> Tensor:
     """How many values are not as the contract says, on the device. Sums have the bits of parts that
     torch adds one by one in float32. Norms are within one rounding of those of `summed` in float64,
     which is half a unit in the last place, and as much again for float32 before it."""
@@ -50,7 +56,7 @@ def off(comm, found, parts, residual, weight):
     return wrong
 
 
-def quantised(comm, device, norm, rows, width):
+def quantised(comm: Communicator, device, norm: NormedSum, rows, width) -> None:
     """Codes are those that torch makes on the CPU of what the kernel returns unquantised, which
     `off` judges. The norm is rounded to bfloat16 first. On CUDA torch multiplies by 1 / 448, which
     moves a scale by its last bit."""
@@ -67,7 +73,7 @@ def quantised(comm, device, norm, rows, width):
         assert torch.equal(found[2], plain[1])
 
 
-def eager(comm, device, norm):
+def eager(comm: Communicator, device, norm: NormedSum) -> None:
     cases = [(rows, WIDTH) for rows in ROWS] + [(3, width) for width in WIDTHS]
     for rows, width in cases:
         seed = 1000 * rows + width
@@ -92,7 +98,14 @@ def eager(comm, device, norm):
     assert not int(off(comm, found, parts, residual, weight))
 
 
-def captured(platform, comm, device, backend, norm, sums):
+def captured(
+    platform: Platform,
+    comm: Communicator,
+    device,
+    backend: GraphBackend,
+    norm: NormedSum,
+    sums: Sums,
+) -> None:
     """A step of several, between which others sum, too, replayed with delays and new values."""
     xs = [torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device) for rows in STEP]
     residuals = [drawn(rows, rows, WIDTH, device) for rows in STEP]
@@ -100,7 +113,7 @@ def captured(platform, comm, device, backend, norm, sums):
     outs = [(torch.empty_like(x), torch.empty_like(x)) for x in xs]
     others = torch.zeros(len(STEP), 64, dtype=torch.bfloat16, device=device)
 
-    def step():
+    def step() -> None:
         for n, (x, residual, out) in enumerate(zip(xs, residuals, outs, strict=True)):
             for to, made in zip(out, norm(x, residual.clone(), weight, EPS), strict=True):
                 to.copy_(made)
@@ -130,7 +143,9 @@ def captured(platform, comm, device, backend, norm, sums):
     assert not int(wrong), f"{int(wrong)} values in {REPLAYS} replays"
 
 
-def behind_each_other(platform, comm, device, backend, norm):
+def behind_each_other(
+    platform: Platform, comm: Communicator, device, backend: GraphBackend, norm: NormedSum
+) -> None:
     """Replays with nothing between them: ranks are up to one call ahead of each other."""
     parts = [drawn(r, 4, WIDTH, device) for r in range(comm.size)]
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
@@ -138,7 +153,7 @@ def behind_each_other(platform, comm, device, backend, norm):
     given = parts[comm.rank].clone()
     coded = torch.zeros(4, WIDTH, dtype=torch.uint8, device=device)
 
-    def step():
+    def step() -> None:
         for rows in (4, 1, 3):
             normed, _ = norm(given[:rows], state[:rows].clone(), weight, EPS)
             state[:rows].copy_(normed)
@@ -159,7 +174,7 @@ def behind_each_other(platform, comm, device, backend, norm):
                 assert torch.equal(every, every[:1].expand_as(every)), f"bits differ by replay {n}"
 
 
-def rank_of(rank, size, address, results):
+def rank_of(rank, size, address, results) -> None:
     try:
         platform, _ = select_platform(load_plugins())
         enter(platform, rank, size)

@@ -33,6 +33,7 @@ def test_tiles_are_what_they_are_to_be(rows, columns):
     got = double.stacked(coded.tiles, coded.power, columns // 64)
     assert torch.equal(got[:rows], values.double().cpu())
     again = packed12.encode(values, "nothing")
+    assert again is not None
     assert torch.equal(coded.tiles, again.tiles), "others in one order"
 
 
@@ -40,6 +41,7 @@ def test_stacks_of_two_matrices():
     torch.manual_seed(1)
     values = weight(3 * 2 * 256, 192).view(3, 512, 192)
     coded = packed12.encode(values, "nothing", halves=2)
+    assert coded is not None
     steps, size = 3, coded.tiles.numel() // 3
     for e in range(3):
         own = coded.tiles[e * size : (e + 1) * size]
@@ -71,6 +73,7 @@ def test_linears(monkeypatch, tile, rows, columns, cores):
     torch.manual_seed(rows + tile.tokens)
     values = weight(rows, columns)
     coded = packed12.encode(values, "nothing")
+    assert coded is not None
     for tokens in sorted({1, 3, tile.tokens // 2 + 1, tile.tokens}):
         for dtype in (torch.float32, torch.bfloat16):
             apart = torch.full((tokens, columns + 8), float("nan"), device="cuda").bfloat16()
@@ -90,6 +93,7 @@ def test_few_tokens(rows, columns):
     torch.manual_seed(columns)
     values = weight(rows, columns)
     coded = packed12.encode(values, "nothing")
+    assert coded is not None
     for tokens in (1, 2, 5, 8):
         for dtype in (torch.float32, torch.bfloat16):
             apart = torch.full((tokens, columns + 8), float("nan"), device="cuda").bfloat16()
@@ -109,8 +113,9 @@ def test_nan_and_infinity_stay_where_they_are():
     values = weight(256, 128)
     x = torch.randn(8, 128, device="cuda").bfloat16()
     coded = packed12.encode(values, "nothing")
+    assert coded is not None
 
-    def both(coded) -> list[torch.Tensor]:
+    def both(coded: packed12.CodedDense) -> list[torch.Tensor]:
         made = [torch.empty(8, 256, device="cuda") for _ in range(2)]
         linear.multiply(x, coded, made[0], TILES[0])
         linear.multiply_few(x, coded, made[1])

@@ -7,14 +7,17 @@ from __future__ import annotations
 import random
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from ranks_on_devices import check_ranks
+from torch import Tensor
 
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.parallel.sums.by_size import BySize
 from ds_runtime.parallel.sums.kinds import FAST, LIBRARY, SumSizes
+from ds_runtime.platform.contract import Communicator, GraphBackend, Platform
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
@@ -24,13 +27,16 @@ STEP = (1, 37, 512, 8, 300)  # rows of the sums of a captured step
 LIMITS = SumSizes((("one_shot", 8 * WIDTH * 2), ("two_shot", 300 * WIDTH * 2)))
 
 
-def part(rank, rows, dtype, device, seed=0):
+Sums = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+def part(rank, rows, dtype, device, seed=0) -> Tensor:
     """What any rank knows of another's."""
     draw = torch.Generator().manual_seed(1000 * seed + 10 * rows + rank)
     return torch.randn(rows, WIDTH, generator=draw).to(dtype).to(device)
 
 
-def off(comm, found, parts):
+def off(comm: Communicator, found: Tensor, parts: Tensor) -> Tensor:
     """How many values are further from the sum than rounding allows, and how many differ from rank
     0's bits; on the device."""
     size = found.element_size()
@@ -40,7 +46,7 @@ def off(comm, found, parts):
     return (error > bound).sum() + (every != every[0]).sum()
 
 
-def eager(comm, device, sums):
+def eager(comm: Communicator, device, sums: Sums) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in ROWS:
             parts = torch.stack([part(r, rows, dtype, device) for r in range(comm.size)])
@@ -52,7 +58,7 @@ def eager(comm, device, sums):
                 assert not wrong, f"{kind} of {rows} rows of {dtype}: {wrong} values"
 
 
-def captured(platform, comm, device, backend):
+def captured(platform: Platform, comm: Communicator, device, backend: GraphBackend) -> None:
     """A step of sums of all kinds, whose results are the next one's input, replayed with delays."""
     group = BySize(comm, LIMITS)
     kinds = {LIMITS.kind(rows * WIDTH * 2) for rows in STEP}
@@ -60,7 +66,7 @@ def captured(platform, comm, device, backend):
     xs = [torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device) for rows in STEP]
     outs = [torch.empty_like(x) for x in xs]
 
-    def step():
+    def step() -> None:
         for x, out in zip(xs, outs, strict=True):
             out.copy_(group.all_reduce(x.clone()))
 
@@ -85,7 +91,7 @@ def captured(platform, comm, device, backend):
     assert not int(wrong), f"{int(wrong)} values in {REPLAYS} replays"
 
 
-def rank_of(rank, size, address, results):
+def rank_of(rank, size, address, results) -> None:
     try:
         platform, _ = select_platform(load_plugins())
         enter(platform, rank, size)

@@ -4,7 +4,6 @@ show, with the sizes that they are for."""
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.gpu
 DIMS = {"heads": 128, "qk_nope": 128, "qk_rope": 64, "v": 128, "kv_lora": 512}
 
 
-def facts(dtype="bfloat16", heads=128):
+def facts(dtype="bfloat16", heads=128) -> Facts:
     device = DeviceInfo("cuda", "here", "sm90", cores=132)
     return Facts(device, Dims({**DIMS, "heads": heads}), dtype, dtype, page_size=64)
 
@@ -61,12 +60,13 @@ def test_decode_of_many_heads(at, tree, heads):
     )
     limits = Limits(rows, 8, 40, 64, heads, torch.device("cuda"), max_queries=each)
     q = torch.randn(rows, heads, 576, device="cuda").bfloat16()
-    batch: Batch = SimpleNamespace(decode=part)  # type: ignore[assignment]
-    states = [k.state(limits) for k in (kernel, oracle)]
-    for k, state in zip((kernel, oracle), states, strict=True):
-        k.prepare(state, batch)
-    got = kernel.run(states[0], q, cache, 0.05)
-    want = oracle.run(states[1], q.double(), cache.double(), 0.05)
+    none = torch.empty(0, dtype=torch.int64, device="cuda")
+    batch = Batch(none, none, none, none, decode=part)
+    state, exact = kernel.state(limits), oracle.state(limits)
+    kernel.prepare(state, batch)
+    oracle.prepare(exact, batch)
+    got = kernel.run(state, q, cache, 0.05)
+    want = oracle.run(exact, q.double(), cache.double(), 0.05)
     assert got.isfinite().all()
     assert relative_error(got, want) < 6e-3
 
@@ -84,7 +84,12 @@ def test_narrow_experts(experts, tokens):
 
     make = Maker(facts(), f"narrow {tokens}")
     shapes = ((256, 7168), (256, 7168), (7168, 256))
-    few = [tuple(there(make.weight(*s, "fp8_block")) for s in shapes) for _ in range(3)]
+
+    def one() -> tuple[Weight, Weight, Weight]:
+        gate, up, down = (there(make.weight(*s, "fp8_block")) for s in shapes)
+        return gate, up, down
+
+    few = [one() for _ in range(3)]
     kernel, wide = ExpertsFp8(facts()), moe.ReferenceExperts(facts("float64"))
     held = kernel.pack(SampleExperts([few[e % 3] for e in range(experts)]), facts())
     oracle = wide.pack(SampleExperts(few), facts("float64"))

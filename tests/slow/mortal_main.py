@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from ds_runtime import LLM, SamplingParams
 
@@ -12,7 +13,7 @@ from ds_runtime import LLM, SamplingParams
 def main(model: str, platform: str) -> None:
     """A prompt of as many tokens as the plugin waits for."""
     plugin = importlib.import_module("mortal")
-    given = {
+    given: dict[str, Any] = {
         "dtype": "float32",
         "kv_memory": "32MB",
         "context_length": 128,

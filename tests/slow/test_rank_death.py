@@ -109,7 +109,7 @@ class Offline:
             env["MORTAL_BASE"] = base
         self.rank, self.phase, self.how = rank, phase, how.split()[0]
         self.said = tmp_path / f"said{rank}"
-        command = [sys.executable, HERE / "mortal_main.py", "demo", "mortal"]
+        command = [sys.executable, str(HERE / "mortal_main.py"), "demo", "mortal"]
         with self.said.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | env
@@ -214,7 +214,7 @@ class Front:
         self.outbox = connect_push(self.context, self.engine.to_engine)
         self.start()
 
-    def made(self, *given):
+    def made(self, *given) -> EngineProcesses:
         return EngineProcesses(*given)
 
     def start(self):
@@ -264,7 +264,8 @@ def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch
             check_told(front.engine.poll(), rank, phase, how.split()[0])
             if phase in ("prefill", "decode") and how.split()[0] in ("raise", "leave"):
                 named = "in kernel mortal.Linear of plugin mortal, linear at layers."
-                assert named in front.engine.poll()
+                said = front.engine.poll()
+                assert said is not None and named in said
             check_end(at, front.family)
         finally:
             front.close()

@@ -14,6 +14,7 @@ from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.attention.index import hadamard
 from ds_runtime.ops.reference.matrices.moe import ReferenceExperts
+from ds_runtime.platform.contract import Communicator
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.replay import ReplayBackend
 
@@ -21,7 +22,8 @@ PAGES = frozenset({"latent_pages.v1"})
 KEYS = frozenset({"index_pages.v1"})
 
 
-GROUPS = []  # of this process: what the collectives below speak through
+# Of this process: what the collectives below speak through.
+GROUPS: list[Communicator] = []
 
 
 @torch.library.custom_op("recorded::collective", mutates_args=())

@@ -51,7 +51,7 @@ def _python(text: str) -> inspect.Signature:
     args = ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
     kinds = inspect.Parameter
     made = []
-    positional = [(a, kinds.POSITIONAL_ONLY) for a in args.posonlyargs]
+    positional: list[tuple[ast.arg, Any]] = [(a, kinds.POSITIONAL_ONLY) for a in args.posonlyargs]
     positional += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in args.args]
     required = len(positional) - len(args.defaults)
     for i, (arg, kind) in enumerate(positional):

@@ -86,7 +86,7 @@ def _tiles(a, bm: int) -> list[tuple[int, int]]:
     """(expert, pairs) of each tile."""
     table = at(a.begins, torch.int16, 2 * a.experts + 1)
     begins, counts = table[: a.experts + 1].tolist(), table[a.experts + 1 :].tolist()
-    found = []
+    found: list[tuple[int, int]] = []
     for e, count in enumerate(counts):
         assert begins[e] == len(found)
         found += [(e, min(bm, count - i)) for i in range(0, count, bm)]

@@ -14,11 +14,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
 from ds_runtime.ops.contract import load_attr
+from ds_runtime.platform.contract import Platform
 from ds_runtime_cpu.platform import CpuPlatform
 
 CAUSE = "this is the cause"
@@ -152,8 +154,8 @@ class Spinning(TorchCommunicator):
 KINDS = {"gloo": Starting, "deaf": Deaf, "holding": Holding, "spinning": Spinning}
 
 
-class Dying:
-    """What is added to a platform."""
+class Dying(Platform):
+    """What is added before a platform."""
 
     name = "mortal"
 
@@ -167,7 +169,7 @@ class Dying:
 
     def communicator(self, rank, size, init_method, timeout=600.0):
         die("start")
-        made = super().communicator(rank, size, init_method, timeout)
+        made: Any = super().communicator(rank, size, init_method, timeout)
         close = made.close
 
         def dying():
