@@ -149,10 +149,12 @@ class blaming(contextlib.AbstractContextManager[None]):
         # A plugin is asked for every weight, and a kernel at every call: nothing is made here.
         if error is None or isinstance(error, DsRuntimeError | MemoryError):
             return
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            return
         who = self._who if isinstance(self._who, str) else self._who()
         if isinstance(error, KeyboardInterrupt):
             error.add_note(f"in {who}")
-        elif type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+        else:
             raise self._kind(f"{who} failed: {named(error)}; {self._further}") from error
 
 

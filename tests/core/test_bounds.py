@@ -54,3 +54,10 @@ def test_memory_is_bounded_also_below_a_hard_limit(
 def test_time_is_bounded_while_the_block_runs(seconds: float, code: int) -> None:
     spin = "with bounded({seconds}):\n    for _ in range(20_000_000):\n        pass\n"
     assert child(spin, seconds=seconds).returncode == code
+
+
+@pytest.mark.parametrize("error", ["ValueError", "PermissionError"])
+def test_a_sandbox_that_allows_no_limits_ends_nothing(error: str) -> None:
+    sandbox = "def forbid(*_):\n    raise {error}\nresource.setrlimit = forbid\nbound_memory(1)\n"
+    done = child(sandbox, error=error)
+    assert (done.returncode, done.stderr) == (0, "")

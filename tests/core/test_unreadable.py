@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 from pathlib import Path
 
 import pytest
 
 from ds_runtime.cli import main
+from ds_runtime.cli.outputs import check_output
 
 FLAGS = [  # command lines that end in a file which they read
     ["serve", "--config"],
@@ -56,7 +58,7 @@ WRITES = [  # command lines that end in what they write
     ["tune", "costs", "--platform", "cpu", "--out"],
     ["tune", "host", "--platform", "cpu", "--out"],
     ["bisect", "--platform", "cpu", "--out"],
-    ["conform", "--platform", "cpu", "reference", "--receipts"],
+    ["conform", "--platform", "cpu", "cpu", "--receipts"],
 ]
 
 
@@ -77,6 +79,20 @@ def test_a_file_that_cannot_be_written_is_told_at_once(
     assert str(path) in said and "Traceback" not in said and "Errno" not in said, said
     assert re.search(r"cannot be (written|read): [A-Z].*; give |exists|not a folder", said), said
     assert sorted(tmp_path.iterdir()) == [tmp_path / "given"]
+
+
+def test_what_is_written_may_be_a_link_to_a_new_file_or_a_pipe(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "new" / "file")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (link, pipe):
+            check_output(path, "--out")
+        assert not link.exists() and (tmp_path / "new").is_dir()
+        assert select.select([reader], [], [], 0)[0] == [], "its reader sees no end"
+    finally:
+        os.close(reader)
 
 
 def test_a_measurement_is_printed_where_no_file_takes_it(

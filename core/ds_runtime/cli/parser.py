@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -22,7 +23,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 _REQUIRED = "the following arguments are required: "  # argparse's words
-_LACKS = ": expected one argument"  # and these
+_LACKS = re.compile(": expected (one|at least one) argument$")  # and these
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,8 +75,8 @@ class Parser(argparse.ArgumentParser):
                 message = f"{message.removeprefix(_REQUIRED)} is missing: {action.help}"
         if message.startswith(_REQUIRED):
             message = f"{message.removeprefix(_REQUIRED)} are missing"
-        if message.endswith(_LACKS):
-            message = self._without_value(message.removesuffix(_LACKS))
+        if _LACKS.search(message):
+            message = self._without_value(_LACKS.sub("", message))
         for flag, word in pairwise(self._given):  # its value is taken for a verb
             unknown = flag.partition("=")[0] not in self._option_string_actions
             if flag.startswith("-") and unknown and f": {word!r} is not one of" in message:

@@ -70,7 +70,8 @@ def bounded(seconds: float) -> Iterator[None]:
 
 def bound_memory(more: int) -> None:
     """This process may take `more` bytes of address space beyond what it has, and writes no core
-    file. A lower hard limit stays. Nothing is bounded where the system has no /proc.
+    file. A lower hard limit stays. Nothing is bounded where the system has no /proc, or a sandbox
+    allows no limits.
     """
     try:
         import resource
@@ -81,8 +82,9 @@ def bound_memory(more: int) -> None:
     limit, (_, hard) = pages * resource.getpagesize() + more, resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def signal_name(number: int) -> str:

@@ -121,9 +121,11 @@ def _in_time(group: Any, run: Callable[[], _Found], since: float | None = None) 
         if timeout is None or perf_counter() - begin < 0.9 * timeout.total_seconds():
             raise
         rank, board = dist.get_rank(), dist.distributed_c10d._get_default_store()
-        if not (late := absent(board, rank, dist.get_world_size())):
+        every = getattr(group, "_ranks", None) or range(dist.get_world_size())
+        if not (late := absent(board, rank, every)):
             raise
         names = " and ".join(f"engine rank {other}" for other in late)
+        names = f"at least one of {names}" if len(late) > 1 else names
         raise EngineDeadError(
             f"{names} did not come within {timeout.total_seconds():.0f} s (--dist-timeout) to what "
             f"engine rank {rank} waits for: it hangs, or needs more time"

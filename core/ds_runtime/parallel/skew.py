@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 _PENDING = 64  # steps of which not every rank has told
@@ -46,13 +48,29 @@ class Board(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-def absent(board: Board, rank: int, ranks: int) -> Sequence[int]:
-    """Say that this rank has waited for others too long. Returns those that do not say so, too,
-    within a second, by their numbers: whom all wait for."""
-    keys = {other: f"ds-runtime/gave-up/{other}" for other in range(ranks)}
-    board.set(keys.pop(rank), "")
-    deadline = time.monotonic() + _TELLING
-    while keys and time.monotonic() < deadline:
-        keys = {other: key for other, key in keys.items() if not board.check([key])}
-        time.sleep(0.02)
-    return [*keys]
+def absent(board: Board, rank: int, ranks: Collection[int]) -> list[int]:
+    """Say that this rank has waited for others too long. Returns those of `ranks` that do not say
+    so, too, within a second, by their numbers: one of them at least is the one that all wait for.
+    A rank that came late gives up late, and may be among them. Returns none where the board does
+    not answer, as where the process that has it is stopped.
+    """
+    keys = {other: f"ds-runtime/gave-up/{other}" for other in {rank, *ranks}}
+    left: set[int] | None = None
+
+    def ask() -> None:
+        nonlocal left
+        board.set(keys[rank], "")
+        missing, deadline = {*keys} - {rank}, time.monotonic() + _TELLING
+        while missing and time.monotonic() < deadline:
+            missing -= {other for other in missing if board.check([keys[other]])}
+            time.sleep(0.02)
+        left = missing
+
+    def asked() -> None:
+        with contextlib.suppress(RuntimeError):  # the board is gone
+            ask()
+
+    asking = threading.Thread(target=asked, daemon=True)
+    asking.start()
+    asking.join(2 * _TELLING)
+    return sorted(left or ())

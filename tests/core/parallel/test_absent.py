@@ -25,6 +25,7 @@ WAITS = {
     "receive": lambda group: group.receive((4,), torch.float32, LATE),
     "barrier": lambda group: group.barrier(),
     "gather_objects": lambda group: group.gather_objects("x"),
+    "one comes late": lambda group: group.receive((4,), torch.float32, LATE),
 }
 
 
@@ -34,6 +35,8 @@ def wait(rank, address, kind, results):
     group.barrier()
     if rank == LATE:
         time.sleep(60)
+    if kind == "one comes late":
+        time.sleep(rank)  # more than the second that ranks have to give up together
     begin = time.monotonic()
     try:
         WAITS[kind](group)
@@ -43,23 +46,35 @@ def wait(rank, address, kind, results):
     results.put((rank, time.monotonic() - begin, said))
 
 
-@pytest.mark.parametrize("kind", mostly_slow(WAITS, 1))
-def test_the_others_name_the_rank_that_does_not_come(tmp_path, kind):
+def waited(tmp_path, kind):
+    """(rank, seconds that it waited, what it said) of the ranks that came."""
     context = multiprocessing.get_context("spawn")
     results, address = context.Queue(), f"file://{tmp_path}/meeting"
     ranks = [context.Process(target=wait, args=(r, address, kind, results)) for r in range(SIZE)]
     try:
         for process in ranks:
             process.start()
-        found = sorted(results.get(timeout=50) for _ in range(SIZE - 1))
+        return sorted(results.get(timeout=50) for _ in range(SIZE - 1))
     finally:
         for process in ranks:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("kind", mostly_slow([*WAITS][:-1], 1))
+def test_the_others_name_the_rank_that_does_not_come(tmp_path, kind):
+    found = waited(tmp_path, kind)
     for (rank, seconds, said), wanted in zip(found, (0, 2), strict=True):
         assert rank == wanted and seconds < TIMEOUT + 5
         form = rf"EngineDeadError: engine rank {LATE} did not come within 3 s \(--dist-timeout\) .*"
         assert re.fullmatch(form + rf"engine rank {rank} waits for: .*", said), said
+
+
+def test_one_that_comes_late_is_not_said_to_be_absent_for_sure(tmp_path):
+    first, later = waited(tmp_path, "one comes late")
+    some = "at least one of engine rank 1 and engine rank 2 did not come within 3 s"
+    assert first[0] == 0 and some in first[2]
+    assert later[0] == 2 and f": engine rank {LATE} did not come within 3 s" in later[2]
 
 
 class Board(dict):
@@ -73,6 +88,26 @@ class Board(dict):
 def test_nobody_is_named_where_all_gave_up():
     """Another fault than a late rank: what the backend says is told."""
     board = Board()
-    assert absent(board, 0, 3) == [1, 2]
-    assert absent(board, 2, 3) == [1]
-    assert absent(board, 1, 3) == []
+    assert absent(board, 0, range(3)) == [1, 2]
+    assert absent(board, 2, range(3)) == [1]
+    assert absent(board, 1, range(3)) == []
+
+
+def test_only_those_are_named_for_whom_a_rank_waits():
+    assert absent(Board(), 0, (0, 3)) == [3]
+
+
+class Stopped(Board):
+    def check(self, keys):
+        time.sleep(60)
+
+
+class Gone(Board):
+    def set(self, key, value):
+        raise RuntimeError("connection reset")
+
+
+@pytest.mark.parametrize("board", [Stopped(), Gone()], ids=type)
+def test_a_board_that_does_not_answer_names_nobody_and_holds_nobody_up(board):
+    begin = time.monotonic()
+    assert absent(board, 0, range(3)) == [] and time.monotonic() - begin < 10

@@ -13,6 +13,7 @@ _LORA = Spelling("is --lora here", {"lora": GIVEN}, takes="many")
 
 # What only a stored checkpoint has: to name it asks for no more than the checkpoint.
 _FORMATS = "modelslim|compressed-tensors|awq|gptq|gguf|modelopt|modelopt_fp8|modelopt_fp4|w4afp8"
+_FORMATS += "|awq_marlin|gptq_marlin|moe_wna16|blockwise_int8|w8a8_int8"
 FILES: Mapping[str, str | Spelling] = {
     "--model-path": "model",
     "--max-model-len": "context_length",
@@ -27,7 +28,7 @@ FILES: Mapping[str, str | Spelling] = {
         f"--quantization {_FORMATS}|X --speculative-draft-model-quantization X",
     ),
     **ends(
-        "an FP8 cache holds keys without scales: leave it out, or give --kv-cache-dtype auto",
+        "an FP8 cache takes no scales from outside: leave it out, or give --kv-cache-dtype auto",
         "--quantization-param-path X --calculate-kv-scales",
     ),
     **ignored(_STORED, "--allow-deprecated-quantization"),

@@ -26,7 +26,7 @@ LOGS: Mapping[str, str | Spelling] = {
         --[no-]enable-log-deltas  --disable-log-deltas
         """,
     ),
-    **ends(f"{_LINE}: leave it out", "--log-requests-level 0|N --enable|disable-log-outputs"),
+    **ends(f"{_LINE}: leave it out", "--log-requests-level 0|1|N --enable|disable-log-outputs"),
     **ends("is --log-format here", "--log-requests-format text|X"),
     **ends(
         "lines go to stderr: let the shell send them elsewhere",
@@ -34,8 +34,8 @@ LOGS: Mapping[str, str | Spelling] = {
         --log-requests-target stdout|X...
         """,
     ),
-    **ends(
-        "is --no-access-log here, for all routes",
+    **ignored(
+        "--no-access-log leaves the lines of all routes out",
         """
         --uvicorn-access-log-exclude-prefixes X...  --disable-access-log-for-endpoints X
         """,

@@ -29,8 +29,12 @@ API: Mapping[str, str | Spelling] = {
         "the spaces that JSON may have are fixed: leave it out",
         """
         --constrained-json-whitespace-pattern X  --constrained-json-disable-any-whitespace
-        --constrained-json-max-whitespace-cnt N  --structured-outputs-config {}|X
+        --constrained-json-max-whitespace-cnt N
         """,
+    ),
+    **ends(
+        "one backend serves all grammars, and JSON's spaces are fixed: leave it out",
+        "--structured-outputs-config {}|X",
     ),
     **ignored("the template says what it takes", "--chat-template-content-format X"),
     **ends("is --chat-template FILE here", "--hf-chat-template-name X"),
@@ -104,7 +108,7 @@ API: Mapping[str, str | Spelling] = {
         """,
     ),
     **ignored("every step's tokens are sent at once", "--stream-interval N --batch-notify-size N"),
-    **ends("requests bring their own seed: leave it out", "--random-seed N --seed 0|N"),
+    **ends("requests bring their own seed: leave it out", "--random-seed 0|N --seed 0|N"),
 }
 LISTENING: Mapping[str, str | Spelling] = {
     **ignored(

@@ -117,10 +117,12 @@ def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     device, copies = platform.device_info(0), platform.page_copies(0)
     whole = not (args.op or args.kernel or args.check)
     where = Path(args.receipts) if args.receipts else receipts.folder()
-    if whole:
-        check_output(where / f"any-{device.arch}.json", "--receipts", "a folder that is yours")
-    made = []
-    for name in plugins_of(plugins, args.plugin):
+    names, made = plugins_of(plugins, args.plugin), []
+    for name in names if whole else ():
+        if name != "reference":
+            path = where / f"{name}-{device.arch}.json"
+            check_output(path, "--receipts", "a folder that is yours")
+    for name in names:
         found = []
         for verdict in conform.verdicts(plugins, device, name, wanted, backend, copies):
             found.append(verdict)
