@@ -89,7 +89,7 @@ def test_what_is_written_may_be_a_link_to_a_new_file_or_a_pipe(tmp_path: Path) -
     try:
         for path in (link, pipe):
             check_output(path, "--out")
-        assert not link.exists() and (tmp_path / "new").is_dir()
+        assert not link.exists() and not (tmp_path / "new").exists()
         assert select.select([reader], [], [], 0)[0] == [], "its reader sees no end"
     finally:
         os.close(reader)

@@ -18,7 +18,7 @@ from ds_runtime.errors import CheckpointError
 SETTINGS = 16 << 20  # bytes of a file of settings; published ones take less than one MiB
 LISTS = 64 << 20  # of one that grows with the vocabulary or with the tensors
 HEADER = 100 << 20  # of the header of a safetensors file
-_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER, _LONGEST = b"version https://git-lfs.github.com/spec/", 1024  # bytes
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
 
@@ -48,12 +48,15 @@ def open_plain(path: Path) -> IO[bytes]:
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
         raise CheckpointError(f"{path}: is {kind}; put the model's own file in its place")
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if os.pread(opened, len(_POINTER), 0) == _POINTER:
-        os.close(opened)
-        raise CheckpointError(
-            f"{path}: is a pointer of Git LFS, and no file of the model: run git lfs pull in its "
-            "folder, or download the model with hf download"
-        )
+    if os.fstat(opened).st_size < _LONGEST:
+        begin = os.read(opened, len(_POINTER))
+        os.lseek(opened, 0, os.SEEK_SET)
+        if begin == _POINTER:
+            os.close(opened)
+            raise CheckpointError(
+                f"{path}: is a pointer of Git LFS, and no file of the model: run git lfs pull in "
+                "its folder, or download the model with hf download"
+            )
     return open(opened, "rb")
 
 

@@ -13,7 +13,7 @@ _LORA = Spelling("is --lora here", {"lora": GIVEN}, takes="many")
 
 # What only a stored checkpoint has: to name it asks for no more than the checkpoint.
 _FORMATS = "modelslim|compressed-tensors|awq|gptq|gguf|modelopt|modelopt_fp8|modelopt_fp4|w4afp8"
-_FORMATS += "|awq_marlin|gptq_marlin|moe_wna16|blockwise_int8|w8a8_int8"
+_FORMATS += "|moe_wna16|blockwise_int8|w8a8_int8"
 FILES: Mapping[str, str | Spelling] = {
     "--model-path": "model",
     "--max-model-len": "context_length",
