@@ -16,13 +16,13 @@ from ds_runtime_kit.checks.numerics import disagreement, storage_bytes
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """New tensors begin as NaN, so that what a kernel forgets to write is seen."""
-    before = torch.get_deterministic_debug_mode()
-    # Unlike `use_deterministic_algorithms`, this does not import torch's compiler: about a second.
-    torch.set_deterministic_debug_mode("warn")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 def flat(result: Any) -> tuple[Any, ...]:
