@@ -59,18 +59,15 @@ def absent(board: Board, rank: int, ranks: Collection[int]) -> list[int]:
 
     def ask() -> None:
         nonlocal left
-        board.set(keys[rank], "")
         missing, deadline = {*keys} - {rank}, time.monotonic() + _TELLING
-        while missing and time.monotonic() < deadline:
-            missing -= {other for other in missing if board.check([keys[other]])}
-            time.sleep(0.02)
-        left = missing
-
-    def asked() -> None:
         with contextlib.suppress(RuntimeError):  # the board is gone
-            ask()
+            board.set(keys[rank], "")
+            while missing and time.monotonic() < deadline:
+                missing -= {other for other in missing if board.check([keys[other]])}
+                time.sleep(0.02)
+            left = missing
 
-    asking = threading.Thread(target=asked, daemon=True)
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(2 * _TELLING)
     return sorted(left or ())

@@ -9,9 +9,9 @@ from ds_runtime.ops.dtypes import wide
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = True) -> Tensor:
-    """Returns x [..., d] with its first r dims rotated: as pairs (x0,x1)… if `interleaved`, else as
-    halves (xᵢ, x[i + r/2]).
+    """Returns x [..., d] with its first r dims rotated.
 
+    * interleaved: pairs (x0, x1)… turn together. Else those of halves do, (xᵢ, x[i + r/2]).
     * cos, sin: [..., r / 2] in the dtype of x, broadcast over its other dims.
     """
     r = 2 * cos.shape[-1]
