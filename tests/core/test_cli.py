@@ -27,7 +27,6 @@ from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.config.spelling import Known, engines
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.probe import install_command
 from ds_runtime_bench import record
 from ds_runtime_bench.engine import one_batch
 
@@ -258,14 +257,33 @@ def test_a_closed_stream_s_number_is_no_socket_s() -> None:
     assert subprocess.run(["bash", "-c", line], timeout=60).returncode > 2
 
 
-@pytest.mark.parametrize("command", ["--help", "plan", "serve"])
-def test_a_working_directory_that_was_deleted_is_said(command: str, tmp_path: Path) -> None:
-    (gone := tmp_path / "gone").mkdir()
+def in_a_deleted_folder(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (gone := folder / "gone").mkdir()
     line = f"cd {gone}; rmdir {gone}; exec {sys.executable} -P -m ds_runtime {command}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+
+
+def below(parser: argparse.ArgumentParser) -> list[str]:
+    """The verbs of a parser."""
+    found = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return [name for action in found for name in action.choices]
+
+
+@pytest.mark.parametrize("command", below(build_parser()[0]))
+def test_a_working_directory_that_was_deleted_is_said(command: str, tmp_path: Path) -> None:
+    done = in_a_deleted_folder(command, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     said = "ds-runtime: the working directory was deleted: cd to one that exists"
     assert done.stderr.splitlines()[-1] == said
+
+
+@pytest.mark.parametrize("command", ["", "--version", "--help", "serve -h", "plan --help-all"])
+def test_help_needs_no_working_directory(command: str, tmp_path: Path) -> None:
+    done = in_a_deleted_folder(command, tmp_path)
+    elsewhere = [sys.executable, "-P", "-m", "ds_runtime", *command.split()]
+    usual = subprocess.run(elsewhere, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, usual.stdout) and usual.stdout
+    assert "Traceback" not in done.stderr
 
 
 def every_parser() -> list[argparse.ArgumentParser]:
@@ -368,7 +386,7 @@ def test_a_verb_that_needs_a_verb_names_them(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["serve", "--port", "70000"], "--port 70000: a port is between 0 and 65535"),
+        (["serve", "--port", "70000"], "--port 70000: must be from 0 to 65535"),
         (["serve", "--tp", "0"], "--tp 0: must be at least 1"),
         (["serve", "--enable-dp-attention"], "give --tp N, too, or leave the flag out"),
         (
@@ -626,7 +644,29 @@ def test_doctor_s_advice(capsys: Capture, tmp_path: Path, monkeypatch: pytest.Mo
     assert next_command([], broken=False).startswith("pip install")
     install(tmp_path / "s", monkeypatch, BAD, "bad", "bad-dist")
     code, out, _ = run(capsys, "doctor", "--plugins", "bad")
-    assert code == 1 and f"next: {install_command('cpu')}" in out
+    assert code == 1 and out.endswith("next: ds-runtime plugins --verbose\n")
+
+
+@pytest.mark.parametrize("only", ["nothere", "cpu,nothere", "cuda", "reference", ""])
+@pytest.mark.parametrize("said_by", ["--plugins", "DS_PLUGINS"])
+def test_doctor_s_advice_is_about_what_was_left_out(
+    only: str, said_by: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No package is missing where a name is wrong, or a restriction leaves out what works here. The
+    command that it names runs, and the fault is not in what that prints."""
+    if said_by == "DS_PLUGINS":
+        monkeypatch.setenv(said_by, only)
+        _, out, _ = run(capsys, "doctor")
+    else:
+        _, out, _ = run(capsys, "doctor", said_by, only)
+    told = out.splitlines()[-1].removeprefix("next: ")
+    empty = said_by == "DS_PLUGINS" and not only  # which restricts nothing
+    verb = "serve" if empty else "plugins" if "nothere" in only else "doctor"
+    assert told.endswith(f"ds-runtime {verb}") and "pip" not in told
+    if verb != "serve":
+        done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "nothere" not in done.stdout + done.stderr
+        assert re.search(r"^(active|cpu) .*platform cpu$", done.stdout, re.MULTILINE)
 
 
 def test_what_plugins_say_of_themselves(
@@ -717,7 +757,7 @@ def test_sampling_flags_become_sampling_params() -> None:
     params = sampling_params(args)
     assert (params.stop, params.top_k, params.seed, params.max_tokens) == (("a", "b"), 5, -3, 7)
     with pytest.raises(RequestError, match="temperature"):
-        sampling_params(parser.parse_args(["generate", "--temperature", "nan", "x"]))
+        sampling_params(parser.parse_args(["generate", "--temperature", "101", "x"]))
 
 
 def test_rates_are_medians_of_differences() -> None:

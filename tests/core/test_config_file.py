@@ -119,7 +119,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("dtype: float23", "dtype: 'float23': is not one of auto, "),
         ("dtype: float23", "did you mean 'float32'?"),
         ("graph-sizes: [1, x]", "graph-sizes: [1, 'x']: 'x': must be whole numbers"),
-        ("port: 70000", "line 1: --port 70000: a port is between"),
+        ("port: 70000", "line 1: --port 70000: must be from 0 to 65535"),
         ("tp: 1\nport: 2\ntp: 3", "line 3: tp is set in line 1 already: remove one"),
         ("tp: 1\n context: 2", "is not YAML: mapping values are not allowed"),
         ("- tp", "write one 'flag: value' per line"),

@@ -49,7 +49,6 @@ def test_a_body_has_bytes(value):
         ({"fusion": ("qkv_a=on", "qkv_a=off")}, "--fusion qkv_a: is both on and off"),
         ({"mem_fraction_static": 0.0}, "--mem-fraction-static 0: must be above 0 and at most 1"),
         ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5: must be above 0"),
-        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static nan: must be above 0"),
         ({"mem_fraction_static": 0.9, "kv_memory": 1}, "leave it out, or --kv-memory"),
         ({"mem_fraction_static": "0.9"}, "must be of type float"),
     ],

@@ -40,6 +40,7 @@ from ds_runtime.plugins.select_platform import asked_for, stopped
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 _ASKED = ("PROBE", "DIAGNOSE")  # by these
+_HELP = {"-h", "--help", "--help-all"}
 VERBS = (serve, warm, chat, generate, plan, ops, plugins, doctor)
 
 
@@ -49,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_streams()
     keep_exit_codes()
     try:
-        check_folder()
         with never_unseen():
             code = _run(args)
         sys.stdout.flush()  # here, where a full disk has its sentence
@@ -81,6 +81,7 @@ def _drop_output() -> None:
 def _run(args: list[str]) -> int:
     parser, subcommands = build_parser()
     reports = not args or args[0].startswith("-") or args[0] in _REPORTING
+    check_folder(needed=not _only_tells(args))
     wanted, allowlist = _ahead(args, subcommands)
     looks = _looks(args, subcommands)
     installed = installed_plugins()
@@ -109,13 +110,18 @@ def _run(args: list[str]) -> int:
     return int(namespace.run(namespace) or 0)
 
 
+def _only_tells(args: list[str]) -> bool:
+    """Whether the command prints help or the version, and does nothing else."""
+    return not args or args[0].startswith("-") or not _HELP.isdisjoint(args)
+
+
 def _looks(args: list[str], subcommands: argparse._SubParsersAction[Parser]) -> bool:
     """Whether plugins are asked about this machine, so that they are tried apart first."""
     named = {a.partition("=")[0] for a in args}
     apart = {"--device", "diff"} if args[:1] == ["plan"] else set()  # of no device that is here
     parser = subcommands.choices.get(args[0]) if args else None
     asks = parser is not None and parser.get_default("looks")
-    return bool(asks) and not named & {"-h", "--help", "--help-all", *apart}
+    return bool(asks) and not named & {*_HELP, *apart}
 
 
 def _go_on_without(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -201,9 +202,12 @@ def _scalar(action: argparse.Action, value: Any) -> Any:
     if read is int and not isinstance(value, int):
         raise ValueError(f"must be {_wanted(read)}")
     try:
-        return read(str(value))
+        found = read(str(value))
     except ValueError as e:
         raise ValueError(f"must be {_wanted(read)}") from e
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError("must be a finite number")
+    return found
 
 
 def _wanted(read: Any) -> str:

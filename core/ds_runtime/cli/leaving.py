@@ -25,12 +25,20 @@ def own_streams() -> None:
         setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
-def check_folder() -> None:
-    """Raises ConfigError in a working directory that was deleted: torch's libraries end there."""
+def check_folder(needed: bool = True) -> None:
+    """Raises ConfigError in a working directory that was deleted, or whose path may not be read:
+    torch's libraries end there. Where none is needed, as for help, `/` becomes the process's.
+    """
     try:
         os.getcwd()
-    except FileNotFoundError as e:
-        raise ConfigError("the working directory was deleted: cd to one that exists") from e
+    except OSError as e:
+        if not needed:
+            os.chdir(os.sep)  # imports resolve paths
+        elif isinstance(e, FileNotFoundError):
+            raise ConfigError("the working directory was deleted: cd to one that exists") from e
+        else:
+            said = f"the working directory cannot be read: {e.strerror}: cd to one that is yours"
+            raise ConfigError(said) from e
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -57,12 +58,15 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)
+            value = super()._get_value(action, arg_string)
         except argparse.ArgumentError as e:
             wanted = _NUMBERS.get(getattr(action.type, "__name__", ""))
             if wanted is None or not e.message.startswith("invalid "):
                 raise
             raise argparse.ArgumentError(action, f"{arg_string!r} is not {wanted}") from None
+        if isinstance(value, float) and not math.isfinite(value) and value != action.default:
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not a finite number")
+        return value
 
     def error(self, message: str) -> NoReturn:
         """Exit 2 with one line and where to read on, instead of the whole usage."""

@@ -20,14 +20,9 @@ class SizeSettings(Protocol):
 
 
 def check_size(config: SizeSettings) -> None:
-    """Raises ConfigError for shares of memory that there are not, and for two sizes of a cache."""
+    """Raises ConfigError for two sizes of a cache."""
     names = ("mem_fraction_static", "memory_utilization")
     given = [name for name in names if getattr(config, name) is not None]
-    for name in given:
-        if not 0.0 < (share := getattr(config, name)) <= 1.0:
-            raise ConfigError(
-                f"{flag_of(name)} {share:g}: must be above 0 and at most 1, like 0.88"
-            )
     given += ["kv_memory"] if config.kv_memory is not None else []
     if given[1:]:
         raise ConfigError(

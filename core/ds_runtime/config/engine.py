@@ -34,7 +34,7 @@ class EngineConfig:
         None, "jinja file used instead of the checkpoint's template"
     )
     context_length: int | None = setting(
-        None, "longest prompt + output (default: the model's)", least=1
+        None, "longest prompt + output (default: the model's)", least=2
     )
     dtype: str = setting("auto", "compute dtype", choices=values.DTYPES, also=values.WORDS)
     quantize: str = setting(
@@ -162,11 +162,13 @@ class EngineConfig:
     mem_fraction_static: float | None = setting(
         None,
         "share of the memory that is free before loading, for weights and KV cache together",
+        **values.SHARE,
     )
     memory_utilization: float | None = setting(
         None,
         "share of the device's memory for everything that the engine holds: weights, KV cache and "
         "the memory of steps",
+        **values.SHARE,
     )
     memory_for_speed: str = setting(
         "auto",
@@ -183,7 +185,10 @@ class EngineConfig:
         False, "keep cached pages in host memory, too, so that prompts find them for longer"
     )
     hicache_ratio: float = setting(
-        2.0, "host memory for cached pages, in sizes of the device's KV cache"
+        2.0,
+        "host memory for cached pages, in sizes of the device's KV cache",
+        above=0,
+        most=1_000_000,
     )
     hicache_size: int = setting(
         0, "host memory for cached pages in GB (10^9 bytes) per rank, instead of a ratio", least=0
@@ -216,6 +221,8 @@ class EngineConfig:
         None,
         "longest time in ms between tokens that prompts in a step may cause, 0 for any. It limits "
         "their chunks (default: 50 in serve; elsewhere, and with --deterministic, 0)",
+        least=0,
+        most=1_000_000,
     )
     prefix_chunk: int = setting(
         4096, "cached tokens that one prefill expansion handles at a time", least=1
@@ -340,18 +347,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_itl is not None and not 0 <= self.max_itl < 1e6:
-            raise ConfigError(
-                f"--max-itl {self.max_itl:g}: must be milliseconds, at least 0 (which is no limit)"
-            )
         if self.max_itl and self.deterministic:
             raise ConfigError(
                 f"--max-itl {self.max_itl:g} with --deterministic: chunks that are sized by time "
                 "differ from run to run, and so may bits: leave one of them out"
-            )
-        if self.context_length == 1:
-            raise ConfigError(
-                "--context-length 1: must be at least 2, for one token of prompt and one of output"
             )
         if self.max_running_requests > values.MOST_REQUESTS:
             raise ConfigError(

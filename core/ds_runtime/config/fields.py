@@ -12,8 +12,9 @@ from ds_runtime.errors import ConfigError
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A field. group: the heading in the help of this field and of those that follow. also: what
-    words of other engines mean as its value. least, most: the smallest and the largest number. off:
-    of sizes to capture, the flag for none. choices: all values. empty: a text may be empty."""
+    words of other engines mean as its value. least, most: the smallest and the largest number.
+    above: what a number must be above. off: of sizes to capture, the flag for none. choices: all
+    values. empty: a text may be empty."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -35,8 +36,9 @@ def flag_of(name: str) -> str:
 
 def check_fields(config: Any) -> None:
     """ConfigError for values of another type than the field's, as the offline API passes what it
-    is given. Also for numbers below `least` or above `most`, for what is none of `choices`, and
-    for empty texts. A script's variable that is not set must not turn a check off.
+    is given. Also for numbers that are not finite, or not within `least`, `above` and `most`, for
+    what is none of `choices`, and for empty texts. A script's variable that is not set must not
+    turn a check off.
     """
     for f in fields(config):
         value, flag = getattr(config, f.name), flag_of(f.name)
@@ -49,6 +51,8 @@ def check_fields(config: Any) -> None:
             right = right and all(type(item) is item_type for item in value)
         if not right:
             raise ConfigError(f"{flag} {value!r}: must be of type {f.type}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{flag} {value}: must be a finite number")
         if value is not None:
             _check_range(flag, value, f.metadata)
         choices = f.metadata.get("choices")
@@ -62,16 +66,20 @@ def check_fields(config: Any) -> None:
 def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:
     """Of a number, or of several, of which there is one."""
     least, most = meta.get("least", -math.inf), meta.get("most", math.inf)
+    given = repr(value).removesuffix(".0")
     if isinstance(value, tuple):
         if "least" in meta and not all(least <= one for one in value or (-math.inf,)):
-            given = ",".join(map(str, value))
+            several = ",".join(map(str, value))
             raise ConfigError(
-                f"{flag} {given}: must be numbers of at least {least}; {flag_of(meta['off'])} "
+                f"{flag} {several}: must be numbers of at least {least}; {flag_of(meta['off'])} "
                 "captures nothing"
             )
+    elif "above" in meta and not meta["above"] < value <= most:
+        wanted = f"above {meta['above']}" + (f" and at most {most}" if "most" in meta else "")
+        raise ConfigError(f"{flag} {given}: must be {wanted}")
     elif ("least" in meta or "most" in meta) and not least <= value <= most:
         wanted = f"from {least} to {most}" if "most" in meta else f"at least {least}"
-        raise ConfigError(f"{flag} {value}: must be {wanted}")
+        raise ConfigError(f"{flag} {given}: must be {wanted}")
 
 
 def parse_size(text: str) -> int:

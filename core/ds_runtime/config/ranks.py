@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from ds_runtime.common.address import is_loopback
+from ds_runtime.common.address import HOST, is_loopback
 from ds_runtime.errors import ConfigError
 
-_LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
-_HOST, _PORT = re.compile(rf"{_LABEL}(?:\.{_LABEL})*"), re.compile(r"[0-9]{1,5}")
+_PORT = re.compile(r"[0-9]{1,5}")
 _MOST = 1024  # ranks of one machine: each is a process, and a mistyped number ends the machine
 
 
@@ -94,7 +93,7 @@ def _several(config: RankSettings) -> None:
             "server for each, or give --enable-dp-attention"
         )
     host, _, port = (at or "").rpartition(":")
-    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65535:
+    if not HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65535:
         said = "--dist-init-addr is missing" if at is None else f"--dist-init-addr {at}"
         raise ConfigError(
             f"{said}: with --nnodes {nodes} it is HOST:PORT, a name or IPv4 number "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from ds_runtime.common.address import HOST, check_origin
 from ds_runtime.config.fields import check_fields, flag_of, setting
 from ds_runtime.errors import ConfigError
 
+MOST_SECONDS = 1_000_000  # that a setting may wait: eleven days
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -16,7 +17,7 @@ class ServerConfig:
     """Settings of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on", group="server")
-    port: int = setting(30000, "port to listen on (0: any free one)")
+    port: int = setting(30000, "port to listen on (0: any free one)", least=0, most=65535)
     served_model_name: str | None = setting(None, "model name in the API (default: folder name)")
     api_key: tuple[str, ...] = setting(
         (),
@@ -43,7 +44,10 @@ class ServerConfig:
         "separated; default: any, but on loopback without a key only localhost and addresses)",
     )
     client_timeout: float = setting(
-        60.0, "seconds for a request's head, and that a client may take in nothing"
+        60.0,
+        "seconds for a request's head, and that a client may take in nothing",
+        above=0,
+        most=MOST_SECONDS,
     )
     max_body: int | None = setting(
         None,
@@ -63,13 +67,19 @@ class ServerConfig:
         choices=("restart", "exit"),
     )
     max_engine_restarts: int = setting(
-        3, "restarts before the server exits; ten minutes of serving forget them"
+        3, "restarts before the server exits; ten minutes of serving forget them", least=0
     )
     watchdog_timeout: float = setting(
-        300.0, "seconds without a sign after which an engine with work hangs (0: wait for ever)"
+        300.0,
+        "seconds without a sign after which an engine with work hangs (0: wait for ever)",
+        least=0,
+        most=MOST_SECONDS,
     )
     shutdown_timeout: float = setting(
-        20.0, "seconds that running requests may take after SIGTERM or Ctrl-C; twice: none"
+        20.0,
+        "seconds that running requests may take after SIGTERM or Ctrl-C; twice: none",
+        least=0,
+        most=MOST_SECONDS,
     )
     profile_dir: str | None = setting(
         None, "folder for the traces of /start_profile, which is refused without it"
@@ -110,30 +120,19 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
         for key in self.api_key:
             check_key(key, "--api-key")
         if self.admin_api_key is not None:
             check_key(self.admin_api_key, "--admin-api-key")
             if self.admin_api_key in self.api_key:
                 raise ConfigError("--admin-api-key: is one of --api-key, too: give another")
-        for name in ("max_engine_restarts", "watchdog_timeout", "shutdown_timeout"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"{flag_of(name)} {getattr(self, name)}: must be at least 0")
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ConfigError(f"{flag_of(name)}: needs --ssl-certfile, too")
-        if not 0 < self.client_timeout < 1e6:
-            raise ConfigError(f"--client-timeout {self.client_timeout}: must be above 0")
         for origin in self.cors_origins:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-                raise ConfigError(
-                    f"--cors-origins {origin!r}: write '*', or scheme and host as browsers send "
-                    "them, like https://chat.example.com"
-                )
+            check_origin(origin)
         for host in self.allowed_hosts:
-            if not re.fullmatch(r"\*|(\*\.)?[^*/:\s]+", host):
+            if host != "*" and not HOST.fullmatch(host.removeprefix("*.")):
                 raise ConfigError(
                     f"--allowed-hosts {host!r}: write a name without scheme and port, like "
                     "api.example.com, or *.example.com for all below it"

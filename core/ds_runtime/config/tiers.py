@@ -15,18 +15,11 @@ class TierSettings(Protocol):
     @property
     def disable_radix_cache(self) -> bool: ...
     @property
-    def hicache_ratio(self) -> float: ...
-    @property
     def disk_cache(self) -> str | None: ...
 
 
 def check_tiers(config: TierSettings) -> None:
     """Raises ConfigError for what cannot be."""
-    if not 0 < config.hicache_ratio < 1e6:
-        raise ConfigError(
-            f"--hicache-ratio {config.hicache_ratio:g}: must be above 0, like 2 for twice the KV "
-            "cache of the device"
-        )
     if config.enable_hierarchical_cache and config.disable_radix_cache:
         raise ConfigError(
             "--enable-hierarchical-cache: keeps what --disable-radix-cache forgets: leave one of "

@@ -335,7 +335,9 @@ def test_a_scheduler_with_a_gap_answers_everything(requests, gap, overlap, seed)
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), 1e9])
 def test_a_limit_that_is_none_is_refused(value):
-    with pytest.raises(ConfigError, match=r"--max-itl .*: must be milliseconds, at least 0"):
+    with pytest.raises(
+        ConfigError, match=r"--max-itl .*: must be (from 0 to 1000000|a finite number)$"
+    ):
         EngineConfig(max_itl=value)
 
 

@@ -185,9 +185,15 @@ def test_what_follows_is_what_is_true_when_the_engine_dies():
         other.require()
 
 
-@pytest.mark.parametrize("fields", [{"max_engine_restarts": -1}, {"shutdown_timeout": -0.5}])
-def test_limits_are_checked(fields):
-    with pytest.raises(ConfigError, match="must be at least 0"):
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_engine_restarts": -1}, "--max-engine-restarts -1: must be at least 0"),
+        ({"shutdown_timeout": -0.5}, "--shutdown-timeout -0.5: must be from 0 to 1000000"),
+    ],
+)
+def test_limits_are_checked(fields, said):
+    with pytest.raises(ConfigError, match=said):
         ServerConfig(**fields)
     with pytest.raises(ConfigError, match="restart, exit"):
         ServerConfig(on_engine_death="shrug")

@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
     better = [_Better.of(row) for row in described if row["refusal"] in _HERE]
     rows += [*devices, *_active(works, better), *_storage()]
     broken = any(said.startswith("broken") for _, said in rows)
-    following = next_command(works, broken, better)
+    following = next_command(works, broken, better, loaded.unknown, loaded.restricted)
     if args.json:
         print(json.dumps({"findings": rows, "works": works, "next": following}, indent=1))
     else:
@@ -89,12 +89,27 @@ def _active(works: Sequence[str], better: Iterable[_Better]) -> list[Row]:
     return rows
 
 
-def next_command(works: Sequence[str], broken: bool, better: Sequence[_Better] = ()) -> str:
-    """The one command that a user should run after reading the findings."""
-    if broken and works and _version("torch") is not None:
+def next_command(
+    works: Sequence[str],
+    broken: bool,
+    better: Sequence[_Better] = (),
+    unknown: Sequence[str] = (),
+    restricted: str = "",
+) -> str:
+    """The one command that a user should run after reading the findings.
+
+    unknown, restricted: as of `Plugins`. What is not installed by its name is not installed by
+    another command, and what was left out on purpose is there already.
+    """
+    every = "DS_PLUGINS= " if restricted.startswith("DS_PLUGINS") else ""  # empty, it restricts not
+    if unknown:
+        return f"{every}ds-runtime plugins"
+    if broken and (works or restricted) and _version("torch") is not None:
         return "ds-runtime plugins --verbose"
     if wanting := [b for b in better if b.lacks]:
         return wanting[0].install
+    if restricted and not works and _version("torch") is not None:
+        return f"{every}ds-runtime doctor"
     if _version("torch") is None or not works:
         return install_command("cpu")
     return "ds-runtime serve"
