@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import ssl
@@ -22,8 +23,10 @@ from ds_runtime.engine.process.transport import private_folder
 from ds_runtime.errors import ConfigError, unreadable
 from ds_runtime.kv.tiers.disk import seconds_to_close
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
+from ds_runtime.server.http.descriptors import check_limit, raise_limit
 from ds_runtime.server.observe.log import engine_output, logging_to
 
+_log = logging.getLogger(__name__)
 _LET_GO = 5.0  # seconds for node 0 to end once its requests have
 
 Launch = Callable[[EngineConfig, Path, Collection[str], int], RunningEngine]
@@ -38,8 +41,8 @@ def serve(
 ) -> int:
     """Serve until a signal (0) or the engine's end (1). `explicit`: fields the user set himself.
 
-    Raises ConfigError for a port in use, before anything is started, and CheckpointError for files
-    that cannot be used.
+    Raises ConfigError for a port in use and for too few files that may be open, before anything is
+    started, and CheckpointError for files that cannot be used.
     """
     start = _launcher(server_config) if launch is None else launch
     if engine_config.max_itl is None and not engine_config.deterministic:
@@ -49,10 +52,14 @@ def serve(
     if engine_config.node_rank:
         return _headless(engine_config, server_config, explicit)
     check_tls(server_config)
+    before, files = raise_limit()
+    check_limit(engine_config)
     address = server_config.host, server_config.port
     with contextlib.ExitStack() as closed:
         sock = closed.enter_context(contextlib.closing(listen(*address)))
         closed.enter_context(logging_to(server_config))
+        if files > before:
+            _log.info("may open %d files at once, up from %d (ulimit -n)", files, before)
         folder = resolve_model(engine_config.model)
         lives: list[Lives] = []
         for number in range(engine_config.replicas):

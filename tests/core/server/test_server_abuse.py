@@ -16,7 +16,7 @@ import pytest
 from server_harness import serving, until
 from test_server_serve import read_until, started
 
-from ds_runtime.server.http import bodies, web
+from ds_runtime.server.http import bodies, descriptors
 from ds_runtime.server.http.guard import OPEN_PATHS
 
 CHAT = {"messages": [{"role": "user", "content": "[say fine]"}]}
@@ -210,7 +210,7 @@ def test_bodies_share_bounded_memory_and_give_it_back(bpe_folder):
 
 
 def test_idle_connections_make_room_for_new_ones(bpe_folder, monkeypatch):
-    monkeypatch.setattr(web, "most_connections", lambda: 20)
+    monkeypatch.setattr(descriptors, "connections", lambda: (20, 32))
     with serving(bpe_folder) as served, contextlib.ExitStack() as stack:
         body = {"prompt": "[go on ]", "stream": True, "max_tokens": 4000}
         with served.http.stream("POST", "/v1/completions", json=body) as reply:
@@ -226,10 +226,10 @@ def test_idle_connections_make_room_for_new_ones(bpe_folder, monkeypatch):
 
 @pytest.mark.slow
 def test_ten_thousand_open_connections(bpe_folder):
-    most = web.most_connections()  # lifts this process's own limit as well
+    most, _ = descriptors.connections()  # lifts this process's own limit as well
     with started(bpe_folder) as process, contextlib.ExitStack() as stack:
         url = httpx.URL(read_until(process, r"serving \S+ at (http://\S+)")[1])
-        for n in range(min(10_000, most - 200)):
+        for n in range(min(10_000, most)):
             raw = stack.enter_context(socket.create_connection((url.host, url.port)))
             if n % 2:
                 raw.sendall(b"GET /health HTTP/1.1\r\n")

@@ -2,15 +2,16 @@
 
 Clients that stall must not keep what others need. The kernel drops those that read nothing. A head
 that does not come is dropped here, a body in bodies.py. And where connections run out, those that
-ask nothing make room, the longest idle first. What comes is parsed in small parts, connection by
-connection: a quarter of a megabyte may hold thousands of requests, chunks or headers.
+ask nothing make room, the longest idle first. Where all ask, a new one is told so. What comes is
+parsed in small parts, connection by connection: a quarter of a megabyte may hold thousands of
+requests, chunks or headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
+import logging
 import socket
 import time
 from asyncio import TimerHandle
@@ -20,30 +21,81 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.server.errors import ApiError
+from ds_runtime.server.http import descriptors
 
 _HEAD_BYTES = 1 << 16
 _HEADERS = 256
 _PART_BYTES = 1 << 12  # that are parsed at once: a millisecond or two at worst
 _PARSE_SECONDS = 0.002  # for parts of all connections, until other callbacks have their turn
-_SPARE = 128  # descriptors that are not connections
+_SCARCE = 16  # descriptors below the limit: what uses them has not given them back
+_TURNS = 5  # of the event loop, in which what a client has sent already is read
+_TELL_SECONDS = 60.0  # from one line in the log to the next
+_log = logging.getLogger("ds_runtime.server")
 
 
 class Door:
-    """What one server's connections share. `limit`: open at once; `patience`: seconds for a head.
+    """What one server's connections share. `limit`: open at once; `crowd`: accepted beyond that, to
+    be told so; `patience`: seconds for a head.
 
-    `idle` are those that wait for a request, the longest idle first.
+    `idle` are those that wait for a request, the longest idle first. `unread` are new: what their
+    clients have sent is not read yet. `refused` are those whose request gets a 503.
     """
 
-    def __init__(self, patience: float, limit: int) -> None:
-        self.patience, self.limit = patience, limit
+    def __init__(self, patience: float, limit: int, crowd: int) -> None:
+        self.patience, self.limit, self.crowd = patience, limit, crowd
         self.idle: dict[Connection, None] = {}
+        self.unread: set[Connection] = set()
+        self.refused: set[Connection] = set()
+        self._told = -_TELL_SECONDS
         self._unparsed: deque[Connection] = deque()
         self._has_turn = False
+
+    def accept(self, new: Connection, count: int) -> None:
+        """Where there are far too many, the longest idle makes room, before any asks. count: of
+        connections that are open.
+        """
+        if count > self.limit - self.crowd or self._is_scarce(new):
+            self.unread.add(new)
+            new.settle(_TURNS)
+        if count > self.limit + self.crowd:
+            (dropped := next(iter(self.idle), new)).drop()
+            if dropped is new:
+                self._tell(count)
+
+    def admit(self, asking: Connection, count: int) -> None:
+        """Where there are too many, one that asks nothing makes room for one that asks. Where all
+        ask, or what is no connection has used up the descriptors, its request is refused.
+        """
+        scarce = self._is_scarce(asking)
+        if not scarce and count - len(self.refused) - len(self.unread) <= self.limit:
+            return
+        if (oldest := next(iter(self.idle), None)) is not None:
+            oldest.drop()
+        if oldest is None or scarce:
+            self.refused.add(asking)
+            asking.app = _overloaded
+            self._tell(count)
+
+    def _is_scarce(self, connection: Connection) -> bool:
+        return connection.number >= descriptors.limit() - _SCARCE
+
+    def _tell(self, count: int) -> None:
+        if (now := time.monotonic()) < self._told + _TELL_SECONDS:
+            return
+        self._told = now
+        _log.warning(
+            "no descriptor is left for more connections: new requests get a 503 until some of the "
+            "%d end; for more, raise the limit of open files (ulimit -n), which is %d",
+            count,
+            descriptors.limit(),
+        )
 
     def parse(self, connection: Connection) -> None:
         """Let a connection parse what has come, when it is its turn. It is not waiting for one."""
@@ -93,20 +145,22 @@ class Connection(HttpToolsProtocol):
         self._head = 0  # bytes of a head that has not ended
         self._unparsed: deque[memoryview] = deque()
         self._has_turn, self._reads = False, True
+        self.number = -1  # its descriptor
         self._fault = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room where there is none."""
         super().connection_made(transport)
         self.flow = _Flow(transport, self._go_on)
+        self.number = transport.get_extra_info("socket").fileno()
         self._wait()
-        if len(self.connections) > self.door.limit:
-            next(iter(self.door.idle)).drop()
+        self.door.accept(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for, and nothing parsed."""
         self._unparsed.clear()
         self._stop_waiting()
+        self.door.refused.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -144,9 +198,9 @@ class Connection(HttpToolsProtocol):
         """A head that is too long is refused."""
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
-        waiting = self in self.door.idle
+        waiting = self._timer is not None
         super().data_received(data)  # type: ignore[arg-type]
-        if waiting and self in self.door.idle:
+        if waiting and self._timer is not None:
             self._head += len(data)
             if self._head > _HEAD_BYTES:
                 self.send_400_response(f"the request's head has more than {_HEAD_BYTES} bytes")
@@ -169,6 +223,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A request begins."""
         self._stop_waiting()
+        self.door.admit(self, len(self.connections))
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
@@ -177,6 +232,17 @@ class Connection(HttpToolsProtocol):
         if self.cycle.response_complete and not self.transport.is_closing():
             self.door.idle[self] = None
         self._go_on()
+
+    def settle(self, turns: int) -> None:
+        """It is not idle until so many turns of the loop have shown that it asks nothing yet."""
+        if self not in self.door.unread:
+            return
+        if turns:
+            self.door.idle.pop(self, None)
+            self.loop.call_soon(self.settle, turns - 1)
+        else:
+            self.door.unread.discard(self)
+            self.door.idle[self] = None
 
     def drop(self) -> None:
         """End the connection at once."""
@@ -191,10 +257,25 @@ class Connection(HttpToolsProtocol):
 
     def _stop_waiting(self) -> None:
         self.door.idle.pop(self, None)
+        self.door.unread.discard(self)
         self._head = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+async def _overloaded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer to a request on a connection too many, which it ends."""
+    error = ApiError(
+        503,
+        "the server has as many connections as it can open: send the request again later",
+        type="server_error",
+        code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+    body = msgspec.json.encode(error.body(scope["path"]))
+    response = Response(body, error.status, error.headers, media_type="application/json")
+    await response(scope, receive, send)
 
 
 class Web(uvicorn.Server):
@@ -211,7 +292,8 @@ def web(app: Any, config: ServerConfig, sock: socket.socket, grace: int) -> Web:
     patience = config.client_timeout
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(patience * 1000))
-    bound = type("Bound", (Connection,), {"door": Door(patience, most_connections())})
+    most, crowd = descriptors.connections()
+    bound = type("Bound", (Connection,), {"door": Door(patience, most, crowd)})
     return Web(
         uvicorn.Config(
             app,
@@ -223,17 +305,8 @@ def web(app: Any, config: ServerConfig, sock: socket.socket, grace: int) -> Web:
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             ssl_keyfile_password=config.ssl_keyfile_password,
+            backlog=min(2048, crowd // 4),  # all of it is accepted at once, a few times
             timeout_keep_alive=60,
             timeout_graceful_shutdown=grace,
         )
     )
-
-
-def most_connections() -> int:
-    """Connections that fit, once this process may open as many files as its user is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS says infinity and means less
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return max(16, soft - _SPARE) if soft != resource.RLIM_INFINITY else 1 << 20
