@@ -22,8 +22,8 @@ def run_ranks(
     """What `work(rank, size, address, *given)` returns on each rank, in their order.
 
     `work` and its arguments are pickled. `address` is for torch.distributed. answers: how many
-    ranks return (default: all); the others are killed. Fails with the traceback of a rank that
-    raises. Raises queue.Empty if no answer comes for `limit` seconds.
+    ranks return (default: all); the others are killed. Fails with the traceback of the first rank
+    that raises. Raises queue.Empty if no answer comes for `limit` seconds.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -37,9 +37,11 @@ def run_ranks(
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=limit) for _ in range(answers or size)]
-        raised = [f"rank {rank}: {said}" for rank, said, _ in found if said]
-        assert not raised, "\n".join(raised)
+        found = {}
+        for _ in range(answers or size):
+            rank, raised, answer = results.get(timeout=limit)
+            assert not raised, f"rank {rank}: {raised}"  # the others may wait for it for ever
+            found[rank] = answer
         if answers is None:
             for process in ranks:
                 process.join(limit)
@@ -47,7 +49,7 @@ def run_ranks(
         for process in ranks:
             process.kill()
             process.join()
-    return [answer for _, _, answer in sorted(found, key=lambda one: int(one[0]))]
+    return [found[rank] for rank in sorted(found)]
 
 
 def _answer(
