@@ -57,7 +57,7 @@ SECTIONS: tuple[tuple[str, str, str], ...] = (
         "Steps",
         "What kernels of attention and routing get at each step.",
         "Batch DecodePart PrefillPart PrefixChunk Segments Limits RowOwners rows_of seen_of"
-        " with_rope Routing with_shared_slots branch",
+        " with_rope mha_joined Routing with_shared_slots branch",
     ),
     (
         "References",

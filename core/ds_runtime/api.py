@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     )
     from ds_runtime.ops.dtypes import decode_scale, torch_dtype
     from ds_runtime.ops.reference.activation import silu_mul
-    from ds_runtime.ops.reference.attention.dense import rows_of, seen_of, with_rope
+    from ds_runtime.ops.reference.attention.dense import mha_joined, rows_of, seen_of, with_rope
     from ds_runtime.ops.reference.attention.rope import rotated
     from ds_runtime.ops.reference.matrices import fp8_blocks
     from ds_runtime.ops.reference.matrices.linear import (
@@ -157,6 +157,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "float32_product": "ds_runtime.ops.reference.matrices.linear",
     "fp8_blocks": "ds_runtime.ops.reference.matrices.fp8_blocks",
     "kept_in": "ds_runtime.platform.compilations",
+    "mha_joined": "ds_runtime.ops.reference.attention.dense",
     "read_part": "ds_runtime.weights.quant",
     "rotated": "ds_runtime.ops.reference.attention.rope",
     "route": "ds_runtime.ops.reference.matrices.moe",
@@ -277,6 +278,7 @@ __all__ = [
     "installed",
     "kept_in",
     "load_attr",
+    "mha_joined",
     "nothing",
     "package_folder",
     "pci_devices",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from ahead import engine
 
 from ds_runtime import SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.parallel.world import World
-from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {
     "platform": "cpu",
@@ -25,10 +23,6 @@ SETTINGS = {
     "chunked_prefill_size": 16,
     "max_step_tokens": 40,
 }
-
-
-class Ahead(CpuPlatform):
-    asynchronous = True
 
 
 class Watched:
@@ -58,15 +52,6 @@ class Watched:
 @pytest.fixture(scope="module")
 def runner(tiny):
     return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
-
-
-def engine(runner, ahead, **changes):
-    assembly = runner.assembly
-    if ahead:
-        config = replace(assembly.config, **changes)
-        assembly = replace(assembly, platform=Ahead(), config=config)
-    runner.sampler.clear()
-    return Engine(assembly, Watched(runner))
 
 
 def submits():
@@ -103,7 +88,7 @@ def run(made, asked):
 
 def test_messages_are_the_same_step_by_step(runner):
     asked = list(submits())
-    plain, ahead = engine(runner, False), engine(runner, True)
+    plain, ahead = engine(Watched(runner), False), engine(Watched(runner), True)
     want, got = run(plain, asked), run(ahead, asked)
     for rid, messages in want.items():
         assert [replace_cached(m) for m in got[rid]] == [replace_cached(m) for m in messages], rid
@@ -119,20 +104,20 @@ def replace_cached(message):
 
 
 def test_a_step_is_launched_before_the_last_is_collected(runner):
-    ahead = engine(runner, True)
+    ahead = engine(Watched(runner), True)
     run(ahead, [Submit(rid="x", prompt=[5, 6], params=SamplingParams(max_tokens=4), seed=0)])
     expected = ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "launch 3"]
     assert [f"{a} {b}" for a, b in ahead.runner.calls] == [*expected, "collect 2", "collect 3"]
 
 
 def test_overlap_is_switched_off(runner):
-    plain = engine(runner, True, disable_overlap_schedule=True)
+    plain = engine(Watched(runner), True, disable_overlap_schedule=True)
     run(plain, [Submit(rid="x", prompt=[5, 6], params=SamplingParams(max_tokens=4), seed=0)])
     assert plain.runner.most == 1
 
 
 def test_nothing_of_an_aborted_request_comes_out(runner):
-    ahead = engine(runner, True)
+    ahead = engine(Watched(runner), True)
     params = SamplingParams(max_tokens=30)
     for rid in ("a", "b"):
         ahead.submit(Submit(rid=rid, prompt=[9, 8, 7], params=params, seed=0))
@@ -153,8 +138,8 @@ def test_a_row_given_away_in_flight_draws_for_its_new_owner(runner):
     asked = list(submits()) * 2
     for i, submit in enumerate(asked):
         asked[i] = Submit(rid=str(i), prompt=submit.prompt, params=submit.params, seed=i)
-    want = run(engine(runner, False), asked)
-    got = run(engine(runner, True), asked)
+    want = run(engine(Watched(runner), False), asked)
+    got = run(engine(Watched(runner), True), asked)
     assert {r: [m.tokens for m in ms] for r, ms in got.items()} == {
         r: [m.tokens for m in ms] for r, ms in want.items()
     }

@@ -6,9 +6,9 @@ On the demo model, whose draft layer is trained and right about half of the time
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from ahead import engine
 from msgspec import structs
 
 from ds_runtime import LLM, SamplingParams
@@ -16,11 +16,9 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.parallel.world import World
-from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {
     "platform": "cpu",
@@ -124,10 +122,6 @@ def test_structured_answers_are_those_without(temperature, drafting):
     assert guided.accepted_tokens > alone.accepted_tokens  # of the guided request by itself
 
 
-class Ahead(CpuPlatform):
-    asynchronous = True
-
-
 @pytest.fixture(scope="module", params=[NEXTN, TREE], ids=("chain", "tree"))
 def runner(request):
     settings = {**SETTINGS, **request.param}
@@ -147,27 +141,23 @@ def test_overlap_and_aborts(runner):
 
 def overlapped(runner, ahead):
     """Tokens of six requests, one of which is aborted; and how many drafts were right."""
-    assembly = runner.assembly
-    if ahead:
-        assembly = replace(assembly, platform=Ahead())
-    runner.sampler.clear()
-    engine = Engine(assembly, runner)
+    made = engine(runner, ahead)
     for i in range(6):
         params = SamplingParams(max_tokens=25, ignore_eos=True, temperature=i % 2)
         prompt = [40 + i, 90, 5] * (1 + 9 * (i % 2))
-        engine.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
+        made.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
     tokens = {str(i): [] for i in range(6)}
-    while engine.has_work:
-        for message in engine.step():
+    while made.has_work:
+        for message in made.step():
             tokens[message.rid] += message.tokens
         if len(tokens["1"]) > 9 and "2" in tokens:
-            engine.abort(["2"])
+            made.abort(["2"])
             del tokens["2"]
     assert all(len(ids) == 25 for ids in tokens.values()) and len(tokens) == 5
-    holdings = engine.scheduler.holdings
+    holdings = made.scheduler.holdings
     assert holdings.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
-    accepted = engine.stats().accepted_tokens
-    engine.close()
+    accepted = made.stats().accepted_tokens
+    made.close()
     return tokens, accepted
 
 

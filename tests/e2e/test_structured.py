@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import jsonschema
 import pytest
+from ahead import engine
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +15,9 @@ from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.errors import RequestError
 from ds_runtime.parallel.world import World
-from ds_runtime_cpu.platform import CpuPlatform
 from examples import examples
 
 SETTINGS = {
@@ -179,21 +177,9 @@ def test_without_the_library_it_says_so(llm, monkeypatch):
         llm.generate("x", SamplingParams(rules=OutputRules(choice=("a",))))
 
 
-class Ahead(CpuPlatform):
-    asynchronous = True
-
-
 @pytest.fixture(scope="module")
 def runner(tiny):
     return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
-
-
-def engine(runner, ahead, **changes):
-    assembly = replace(runner.assembly, config=replace(runner.assembly.config, **changes))
-    if ahead:
-        assembly = replace(assembly, platform=Ahead())
-    runner.sampler.clear()
-    return Engine(assembly, runner)
 
 
 def submits():

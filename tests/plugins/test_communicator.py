@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -21,55 +20,37 @@ from ds_runtime_npu.platform import NpuPlatform
 from ds_runtime_rocm.platform import RocmPlatform
 from ds_runtime_xpu.platform import XpuPlatform
 from parts import mostly_slow
+from rank_processes import run_ranks
 
 
-def worker(rank: int, size: int, address: str, results) -> None:
-    try:
-        torch.set_num_threads(1)
-        group = CpuPlatform().communicator(rank, size, address, timeout=60)
-        out = {"rank": group.rank, "size": group.size}
-        for dtype in (torch.float32, torch.bfloat16):
-            part = torch.full((3, 5), 2.0 + rank, dtype=dtype)
-            out[str(dtype)] = group.all_reduce(part.T.contiguous().T).tolist()
-        out["gather"] = group.all_gather(torch.tensor([[rank, 10.0 + rank], [5.0, 6.0]])).tolist()
-        rows = torch.tensor([[rank, 2], [3, 4]])
-        out["rows"] = group.gather_rows(rows.T.contiguous().T).tolist()
-        for dtype in (torch.float32, torch.bfloat16):
-            parts = torch.arange(size * 2.0).repeat(3, 1).T.to(dtype) + rank  # [size · 2, 3]
-            out[f"part {dtype}"] = group.reduce_scatter(parts).tolist()
-        out["turned"] = group.all_to_all(torch.arange(size)[:, None] + 10 * rank).tolist()
-        out["told"] = group.broadcast(torch.full((2,), rank), size - 1).tolist()
-        if rank == 0:
-            group.send(torch.tensor([1.5, 2.5]), size - 1)
-        elif rank == size - 1:
-            out["sent"] = group.receive((2,), torch.float32, 0).tolist()
-        group.barrier()
-        out["objects"] = group.gather_objects({"rank": rank})
-        group.close()
-        results.put(out)
-    except BaseException:
-        results.put(traceback.format_exc())
-
-
-def spread(function, size: int, folder):
-    """What `function` puts of every rank, each a process."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    address = f"file://{folder}/rendezvous"
-    given = [(r, size, address, results) for r in range(size)]
-    ranks = [context.Process(target=function, args=args) for args in given]
-    for process in ranks:
-        process.start()
-    found = [results.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join(30)
-    assert not [f for f in found if isinstance(f, str)], found
-    return found
+def worker(rank: int, size: int, address: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    group = CpuPlatform().communicator(rank, size, address, timeout=60)
+    out: dict[str, Any] = {"rank": group.rank, "size": group.size}
+    for dtype in (torch.float32, torch.bfloat16):
+        part = torch.full((3, 5), 2.0 + rank, dtype=dtype)
+        out[str(dtype)] = group.all_reduce(part.T.contiguous().T).tolist()
+    out["gather"] = group.all_gather(torch.tensor([[rank, 10.0 + rank], [5.0, 6.0]])).tolist()
+    rows = torch.tensor([[rank, 2], [3, 4]])
+    out["rows"] = group.gather_rows(rows.T.contiguous().T).tolist()
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = torch.arange(size * 2.0).repeat(3, 1).T.to(dtype) + rank  # [size · 2, 3]
+        out[f"part {dtype}"] = group.reduce_scatter(parts).tolist()
+    out["turned"] = group.all_to_all(torch.arange(size)[:, None] + 10 * rank).tolist()
+    out["told"] = group.broadcast(torch.full((2,), rank), size - 1).tolist()
+    if rank == 0:
+        group.send(torch.tensor([1.5, 2.5]), size - 1)
+    elif rank == size - 1:
+        out["sent"] = group.receive((2,), torch.float32, 0).tolist()
+    group.barrier()
+    out["objects"] = group.gather_objects({"rank": rank})
+    group.close()
+    return out
 
 
 @pytest.mark.parametrize("size", mostly_slow([2, 3], 1))
 def test_every_collective(tmp_path, size):
-    found = spread(worker, size, tmp_path)
+    found = run_ranks(worker, size, tmp_path)
     total = float(sum(2 + r for r in range(size)))
     for out in found:
         assert out["size"] == size
@@ -87,38 +68,34 @@ def test_every_collective(tmp_path, size):
         assert out["objects"] == [{"rank": r} for r in range(size)]
 
 
-def crossed(rank: int, size: int, address: str, results) -> None:
+def crossed(rank: int, size: int, address: str) -> tuple[Any, ...]:
     """Four ranks in two groups of attention, each by heads: what rank 0 … 3 sum and gather."""
-    try:
-        torch.set_num_threads(1)
-        world = World(Mesh(size, 2), CpuPlatform().communicator(rank, size, address, timeout=60))
-        own = torch.full((1, 2), 2.0**rank)
-        groups = [world.group(axis) for axis in ("tp", "attn_tp", "attn_dp")]
-        out = [group.all_reduce(own.clone()).tolist()[0][0] for group in groups]
-        out += [group.gather_rows(own)[:, 0].tolist() for group in groups]
-        turned = [group.all_to_all(own.repeat(group.size, 1))[:, 0].tolist() for group in groups]
-        heads = groups[1]
-        if heads.rank == 0:
-            heads.send(own, 1)
-            sent = None
-        else:
-            sent = heads.receive((1, 2), torch.float32, 0).tolist()[0][0]
-        told = heads.broadcast(own.clone(), 1).tolist()[0][0]
-        groups[2].barrier()
-        objects = [group.gather_objects(rank) for group in groups]
-        world.close()
-        results.put((rank, out, turned, sent, told, objects))
-    except BaseException:
-        results.put(traceback.format_exc())
+    torch.set_num_threads(1)
+    world = World(Mesh(size, 2), CpuPlatform().communicator(rank, size, address, timeout=60))
+    own = torch.full((1, 2), 2.0**rank)
+    groups = [world.group(axis) for axis in ("tp", "attn_tp", "attn_dp")]
+    out = [group.all_reduce(own.clone()).tolist()[0][0] for group in groups]
+    out += [group.gather_rows(own)[:, 0].tolist() for group in groups]
+    turned = [group.all_to_all(own.repeat(group.size, 1))[:, 0].tolist() for group in groups]
+    heads = groups[1]
+    if heads.rank == 0:
+        heads.send(own, 1)
+        sent = None
+    else:
+        sent = heads.receive((1, 2), torch.float32, 0).tolist()[0][0]
+    told = heads.broadcast(own.clone(), 1).tolist()[0][0]
+    groups[2].barrier()
+    objects = [group.gather_objects(rank) for group in groups]
+    world.close()
+    return out, turned, sent, told, objects
 
 
 def test_a_process_is_in_several_groups(tmp_path):
-    found = {f[0]: f[1:] for f in spread(crossed, 4, tmp_path)}
-    for rank in range(4):
+    for rank, found in enumerate(run_ranks(crossed, 4, tmp_path)):
         heads, rows = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         members = [[0, 1, 2, 3], heads, rows]
         values = [[2.0**r for r in ranks] for ranks in members]
-        out, turned, sent, told, objects = found[rank]
+        out, turned, sent, told, objects = found
         assert out == [sum(v) for v in values] + values
         assert turned == values and objects == members
         assert sent == (None if rank % 2 == 0 else 2.0 ** heads[0]) and told == 2.0 ** heads[1]

@@ -6,26 +6,20 @@ In place of the kernel stands what csrc/normed_sum.cu says that it does, at the 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import logging
+from functools import partial
 
 import pytest
+import rank_kernel_double
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cuda_shared_sums import PLACE, Memory, ranks
+from rank_kernel_double import STAND, check_refused, check_unserved, exchanged, halves, values
 
 from ds_runtime.ops.reference import norm
 from ds_runtime.ops.reference.matrices.linear import quantize_group
-from ds_runtime_cuda import normed_sum, nvlink, rank_kernels
+from ds_runtime_cuda import normed_sum
 
 KINDS = {0: torch.bfloat16, 1: torch.float32}
-
-
-def values(address, count, dtype):
-    """Memory of this process."""
-    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(raw, dtype=dtype)
 
 
 class Kernel:
@@ -41,27 +35,19 @@ class Kernel:
         return self, name
 
 
-LAUNCHED: list[tuple] = []  # (rank, name, grid, where its half begins)
-
-
 def launch(function, grid, threads, shared, a):
     kernel, name = function
-    calls = values(a.calls, 2, torch.int64)
     count = a.rows * a.width
-    at = kernel.signals + (int(calls[0]) + 1) % 2 * a.half
-    assert 2 * count <= a.half and shared == 0
+    assert shared == 0
     assert threads % 32 == 0 and threads <= 1024 and grid[0] <= min(a.rows, 128)
     held = 8 * threads * (1 if name == "normed_sum" else 2)
     assert a.width <= held < a.width + 8 * 32 * (1 if name == "normed_sum" else 2)
     out = a.codes or a.normed
     for address in (a.x, a.residual, a.weight, out, a.summed, *a.peers[: kernel.ranks]):
         assert address % 16 == 0
-    LAUNCHED.append((PLACE.rank, name, grid[0], at))
-    values(a.peers[a.rank] + at, count, torch.bfloat16).copy_(values(a.x, count, torch.bfloat16))
-    STAND.memory.shared.barrier.wait()
     total = torch.zeros(count)
-    for peer in a.peers[: kernel.ranks]:
-        total += values(peer + at, count, torch.bfloat16).float()
+    for part in exchanged(kernel, a, count):
+        total += part.float()
     if STAND.fault == "sum":
         total += 1
     weight = values(a.weight, a.width, KINDS[a.wide])
@@ -70,7 +56,6 @@ def launch(function, grid, threads, shared, a):
     normed, summed = norm.add_rms_norm(x, old, weight, a.eps)
     if STAND.fault == "norm":
         normed = normed * 2
-    STAND.memory.shared.barrier.wait()
     if a.codes:
         codes, scale = quantize_group(normed, 128, bool(a.powers))
         values(a.codes, count, torch.uint8).copy_(codes.view(torch.uint8).view(-1))
@@ -79,29 +64,11 @@ def launch(function, grid, threads, shared, a):
     else:
         values(a.normed, count, torch.bfloat16).copy_(normed.view(-1))
     values(a.summed, count, torch.bfloat16).copy_(summed.view(-1))
-    calls[0] += 1
+    rank_kernel_double.done(a)
 
 
-class STAND:
-    memory: Memory
-    fault = ""
-
-
-def everywhere(size, run, fault="", capability=(9, 0), before=None):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_kernels.nvrtc, "Module", Kernel)
-        patch.setattr(normed_sum.nvrtc, "launch", launch)
-        patch.setattr(nvlink, "_capability", lambda device: capability)
-        STAND.fault = fault
-        LAUNCHED.clear()
-        made = Memory.__init__
-
-        def remember(self, *given):
-            made(self, *given)
-            STAND.memory = self
-
-        patch.setattr(Memory, "__init__", remember)
-        return ranks(size, patch, run, fault, before)
+DOUBLE = Kernel, launch
+everywhere = partial(rank_kernel_double.everywhere, DOUBLE)
 
 
 @settings(deadline=None, max_examples=30)
@@ -141,10 +108,8 @@ def test_it_is_add_rms_norm_of_the_parts_in_order(size, calls, width, wide):
                 assert torch.equal(coded[begin].view(torch.uint8), codes.view(torch.uint8))
                 assert torch.equal(coded[begin + 1], scale)
                 assert torch.equal(coded[begin + 2], want[1])
-    halves = [at for rank, _, _, at in LAUNCHED if rank == 0]
-    assert all(a != b for a, b in itertools.pairwise(halves))  # they take turns
     each = 3 if width % 128 == 0 else 1
-    assert len(halves) == 4 + each * sum(rows > 0 for rows in calls)  # the checks; no empty ones
+    assert len(halves()) == 4 + each * sum(rows > 0 for rows in calls)  # the checks; no empty ones
 
 
 def test_rows_that_are_strided_or_not_aligned_are_copied():
@@ -169,16 +134,11 @@ def test_rows_that_are_strided_or_not_aligned_are_copied():
     ],
 )
 def test_ranks_that_cannot_compose_it_all_alike(caplog, fault, why):
-    with caplog.at_level(logging.WARNING):
-        assert everywhere(4, lambda comm: comm.normed_sum(1024), fault) == [None] * 4
-    (said,) = caplog.records  # of rank 0 alone
-    head = "the add and the norm after sums are kernels of their own: "
-    assert said.getMessage().startswith(head + why)
+    said = f"the add and the norm after sums are kernels of their own: {why}"
+    check_refused(caplog, DOUBLE, lambda comm: comm.normed_sum(1024), fault, said)
 
 
 def test_older_devices_other_links_and_second_engines_have_none(caplog):
     ask = lambda comm: comm.normed_sum(1024)  # noqa: E731
-    assert everywhere(2, ask, capability=(8, 0)) == [None] * 2
-    assert everywhere(3, ask) == [None] * 3  # ranks
-    assert not caplog.records
+    check_unserved(caplog, DOUBLE, ask)
     assert everywhere(2, ask, before=[1, 0]) == [None] * 2

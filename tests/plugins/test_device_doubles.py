@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from ds_runtime.ops.binding.branch import branch
 from ds_runtime.platform.graphs import TorchGraphs
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.models import tiny
+from rank_processes import run_ranks
 
 SETTINGS = {
     "platform": "double",
@@ -186,42 +185,29 @@ def test_what_a_device_refuses_in_a_capture_reaches_the_engine(vendor):
     backend.capture(lambda: None)()  # nothing is left behind
 
 
-def rank(number, vendor, address, results):
-    try:
-        device.stand_in(vendor)
-        torch.stood_in = vendor
-        made = platform(vendor)
-        group = made.communicator(number, 2, address, 60.0)
-        found = [group.all_reduce(torch.ones(2, 3).T).tolist()]
-        found.append(group.all_gather(torch.tensor([[float(number)]])).tolist())
-        found.append(group.gather_objects(number))
-        refused = []
-        for x in (torch.ones(2, dtype=torch.int16), torch.ones(2, 3).T):
-            with pytest.raises(RefusedError) as caught:
-                dist.all_reduce(x)
-            refused.append(str(caught.value))
-        group.close()
-        made.local_rank = 5  # of both
+def rank(number, size, address, vendor):
+    device.stand_in(vendor)
+    torch.stood_in = vendor
+    made = platform(vendor)
+    group = made.communicator(number, size, address, 60.0)
+    found = [group.all_reduce(torch.ones(2, 3).T).tolist()]
+    found.append(group.all_gather(torch.tensor([[float(number)]])).tolist())
+    found.append(group.gather_objects(number))
+    refused = []
+    for x in (torch.ones(2, dtype=torch.int16), torch.ones(2, 3).T):
         with pytest.raises(RefusedError) as caught:
-            made.communicator(number, 2, address + "-again", 60.0)
-        results.put((found, [*refused, str(caught.value)]))
-    except BaseException:
-        results.put(traceback.format_exc())
+            dist.all_reduce(x)
+        refused.append(str(caught.value))
+    group.close()
+    made.local_rank = 5  # of both
+    with pytest.raises(RefusedError) as caught:
+        made.communicator(number, size, address + "-again", 60.0)
+    return found, [*refused, str(caught.value)]
 
 
 def test_ranks_exchange_through_the_vendors_group(vendor, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results, address = context.Queue(), f"file://{tmp_path}/meet"
-    ranks = [context.Process(target=rank, args=(r, vendor, address, results)) for r in (0, 1)]
-    for process in ranks:
-        process.start()
-    told = [results.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join(30)
     wanted = device.VENDORS[vendor][2]
-    for answer in told:
-        assert isinstance(answer, tuple), answer
-        (summed, gathered, objects), refused = answer
+    for (summed, gathered, objects), refused in run_ranks(rank, 2, tmp_path, vendor):
         assert summed == [[2.0, 2.0]] * 3 and gathered == [[0.0, 1.0]] and objects == [0, 1]
         assert refused[0] == f"{wanted} does not sum torch.int16"
         assert refused[1:] == ["tensors must be contiguous", "duplicate device: ranks have [5, 5]"]

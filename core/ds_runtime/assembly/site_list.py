@@ -18,7 +18,7 @@ from ds_runtime.description.joins import JOINS, SHARED_EXPERTS
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import Verify, model_sites, nextn_sites
 from ds_runtime.description.structure import JOIN, KV_B
-from ds_runtime.description.tree import COMPRESSOR, EXPERTS, HEAD, HEADS, FormatOf
+from ds_runtime.description.tree import COMPRESSOR, EXPERTS, HEAD, HEADS, FormatOf, Ranks
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import QuantLoader, Site
 from ds_runtime.ops.table import OPS
@@ -54,7 +54,7 @@ class SiteList:
             return "dense" if tied else encoding(module).format
 
         self.apart = apart(config)
-        self._ranks, self._ep = (config.tp, Mesh.of(config).attn_tp), config.expert_parts
+        self._ranks = Ranks(config.tp, Mesh.of(config).attn_tp, config.expert_parts)
         self._alone = config.batch_invariant
         self._model = model
         self._format_of = with_target(config.quantize, stored)
@@ -68,35 +68,16 @@ class SiteList:
 
     def sites(self, apart: frozenset[str], rounded: bool) -> list[Site]:
         """All of them. apart: of the model; drafts have what `self.apart` leaves."""
-        (tp, heads_tp), verify = self._ranks, self._verify
-        found = model_sites(
-            self._model,
-            self._format_of,
-            tp,
-            apart,
-            self._adapted,
-            verify,
-            heads_tp,
-            alone=self._alone,
-            ep=self._ep,
-        )
+        ranks, verify = self._ranks, self._verify
+        given = self._model, self._format_of, ranks, apart, self._adapted, verify
+        found = model_sites(*given, alone=self._alone)
         if self._nextn is None:
             return found
         own, head = self._draft_format, ""
         if rounded:
             own, head = with_fp8_drafts(own), DRAFT_FORMAT
-        return found + nextn_sites(
-            self._model,
-            self._nextn,
-            own,
-            tp,
-            self.apart,
-            verify,
-            heads_tp,
-            head,
-            self._alone,
-            self._ep,
-        )
+        drafts = self._model, self._nextn, own, ranks, self.apart, verify, head, self._alone
+        return found + nextn_sites(*drafts)
 
 
 def apart(config: EngineConfig) -> frozenset[str]:

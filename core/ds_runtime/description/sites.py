@@ -45,34 +45,31 @@ INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
 INPUTS = f"{ATTENTION}.inputs"  # the fusion of all before attention, where steps only decode
 DRAFT_HEAD = "draft_head"  # the site of a copy of the model's head that drafts are drawn by
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
+ONE_RANK = Ranks()
 _BLOCK = 128
 
 
 def model_sites(
     config: ModelConfig,
     format_of: FormatOf,
-    tp: int = 1,
+    ranks: Ranks = ONE_RANK,
     apart: Collection[str] = (),
     adapted: Collection[str] = (),
     verify: Verify = "",
-    attn_tp: int | None = None,
     layers: range | None = None,
     experts: range | None = None,
     alone: bool = False,
-    ep: int = 1,
 ) -> list[Site]:
-    """All sites of the target model on one of `tp` ranks.
+    """All sites of the target model on one of `ranks`.
 
-    format_of: module of the checkpoint → format that is packed. attn_tp: ranks that divide the
-    heads of attention (default: all). apart: fusions that are not wanted. adapted: modules of the
-    checkpoint that have slots for low-rank adapters; of routed experts all of a layer, or none.
-    verify: the phase of decode steps with several tokens per sequence, if there are such steps.
-    layers, experts: as in `model_of`. alone: every row attends the cache as a sequence of its own,
-    those of prompts and of drafts, too. ep: parts of the routed experts by number; those of the
-    first stand for all where `experts` does not say which.
+    format_of: module of the checkpoint → format that is packed. apart: fusions that are not wanted.
+    adapted: modules of the checkpoint that have slots for low-rank adapters; of routed experts all
+    of a layer, or none. verify: the phase of decode steps with several tokens per sequence, if
+    there are such steps. layers, experts: as in `model_of`; where experts are divided by number,
+    those of the first rank stand for all by default. alone: every row attends the cache as a
+    sequence of its own, those of prompts and of drafts, too.
     """
-    model = model_of(config, format_of, layers, experts or first_experts(config, ep))
-    ranks = Ranks(tp, attn_tp or tp, ep)
+    model = model_of(config, format_of, layers, experts or first_experts(config, ranks.experts))
     make, sites = _Sites(config, ranks, alone), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
@@ -100,23 +97,18 @@ def nextn_sites(
     config: ModelConfig,
     nextn: NextN,
     format_of: FormatOf,
-    tp: int = 1,
+    ranks: Ranks = ONE_RANK,
     apart: Collection[str] = (),
     verify: Verify = "verify",
-    attn_tp: int | None = None,
     head: str = "",
     alone: bool = False,
-    ep: int = 1,
 ) -> list[Site]:
-    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
-    attn_tp: ranks that divide the heads of attention (default: all). head: the format of its
-    copy of the model's head; none: it has no copy. alone, ep: as of the model.
+    """The draft layer's sites on one of `ranks`. format_of: of its own checkpoint's paths. head:
+    the format of its copy of the model's head; none: it has no copy. alone: as of the model.
     """
-    draft, layer = (
-        draft_of(config, nextn.layer, format_of, first_experts(config, ep)),
-        config.layers,
-    )
-    make = _Sites(config, Ranks(tp, attn_tp or tp, ep), alone)
+    held, layer = first_experts(config, ranks.experts), config.layers
+    draft = draft_of(config, nextn.layer, format_of, held)
+    make = _Sites(config, ranks, alone)
     sites = [
         Site("rms_norm", layer, "nextn"),
         Site("add_rms_norm", layer, "nextn"),

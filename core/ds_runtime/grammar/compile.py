@@ -104,7 +104,7 @@ class Compiler:
         if found is not None:
             where, said = where + found[0], found[1]
         elif rules.tool_calls is not None:
-            where, whose, said = self._locate_tool(rules, rules.tool_calls, said)
+            where, whose, said = self._locate_tool(rules.tool_calls, said)
         where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
         if rules.kind == "regex" and (fault := _REGEX_FAULT.search(said)) is not None:
@@ -141,7 +141,7 @@ class Compiler:
                     break
         return path, said
 
-    def _locate_tool(self, rules: OutputRules, calls: ToolRules, said: str) -> tuple[str, str, str]:
+    def _locate_tool(self, calls: ToolRules, said: str) -> tuple[str, str, str]:
         """(field, whose it is, message) of the first tool whose schema fails on its own as well."""
         for i, tool in enumerate(calls.tools):
             if isinstance(tool.parameters, dict):

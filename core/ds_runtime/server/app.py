@@ -79,7 +79,7 @@ def create_app(
     """
     views = [_view(engine) for engine in client.clients]
     metrics = Metrics(views, model.name, model.text_ended)
-    service = Service(client, tokenizer, config, model, metrics)
+    service = Service(client, tokenizer, metrics, config, model)
     # No redirects: their address would be what the client's Host header says.
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service

@@ -31,7 +31,7 @@ from ds_runtime.server.engines.plugin_routes import ServedEngine
 from ds_runtime.server.engines.replicas import Replicas
 from ds_runtime.server.engines.restarts import Lives
 from ds_runtime.server.engines.supervisor import End, Keeper
-from ds_runtime.server.generate.prepare import ModelInfo
+from ds_runtime.server.generate.prepare import ModelInfo, Service
 from ds_runtime.server.generate.sampling import GenerationDefaults
 from ds_runtime.server.http.guard import loopback
 from ds_runtime.server.http.web import web
@@ -98,9 +98,7 @@ def front_end(
     add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # full collections stay frequent: refused and abandoned requests leave cycles
-    telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
-    given = client, app, sock, server_config, model.name, text.close, telling
-    serving = _Serving(lives, *given, seconds_to_close(engine_config))
+    serving = _Serving(lives, app, sock, engine_config, text.close)
     return lambda: uvloop.run(serving.run())
 
 
@@ -172,17 +170,16 @@ class _Serving:
     def __init__(
         self,
         lives: Sequence[Lives],
-        client: Replicas,
         app: FastAPI,
         sock: socket.socket,
-        config: ServerConfig,
-        name: str,
+        engine_config: EngineConfig,
         end_text: Callable[[], object],
-        telling: float,
-        writes: float,
     ) -> None:
-        self._client, self._sock, self._name, self._end_text = client, sock, name, end_text
-        several = len(lives) > 1
+        service: Service = app.state.service
+        client, config = service.client, service.config
+        self._client, self._name, self._running = client, service.model.name, service.running
+        self._sock, self._end_text = sock, end_text
+        several, writes = len(lives) > 1, seconds_to_close(engine_config)
         self._keepers = [
             Keeper(
                 one,
@@ -197,8 +194,7 @@ class _Serving:
         self._in_json = config.log_format == "json"
         self._scheme = "http" if config.ssl_certfile is None else "https"
         self._patience = config.shutdown_timeout
-        self._telling = telling
-        self._running = app.state.service.running
+        self._telling = _DEAD_SECONDS if engine_config.nnodes == 1 else _NODE_SECONDS
         self._web = web(app, config, sock, grace=int(_GRACE_SECONDS) or 1)
         self._signalled, self._hurried = asyncio.Event(), asyncio.Event()
 

@@ -25,7 +25,7 @@ from ds_runtime.api import (
     Weight,
     fp8_blocks,
     kept_in,
-    with_rope,
+    mha_joined,
 )
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
 from ds_runtime_cuda.expert_weights import stack_blocks
@@ -252,28 +252,25 @@ def mha_prefill(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """MhaPrefill through BatchPrefillWithRaggedKVCacheWrapper, planned on the host per call."""
-    heads, out = q.shape[1], q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    if not q_segs.total or not k_segs.total:
-        return out, lse
-    wrapper = _library().BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device), "NHD")
-    wrapper.plan(
-        _sums(q_segs),
-        _sums(k_segs),
-        heads,
-        heads,
-        q.shape[2] + q_rope.shape[2],
-        v.shape[2],
-        causal=causal,
-        sm_scale=scale,
-        q_data_type=q.dtype,
-    )
-    joined = with_rope(q, q_rope), with_rope(k, k_rope)
-    found, sums = wrapper.run(*joined, v.contiguous(), return_lse=True)
-    empty = ~torch.isfinite(sums)
-    return found.masked_fill(empty.unsqueeze(-1), 0), (sums * _LN2).masked_fill(
-        empty, float("-inf")
-    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        _, heads, width = q.shape
+        wrapper = _library().BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device), "NHD")
+        wrapper.plan(
+            _sums(q_segs),
+            _sums(k_segs),
+            heads,
+            heads,
+            width,
+            v.shape[2],
+            causal=causal,
+            sm_scale=scale,
+            q_data_type=q.dtype,
+        )
+        out, lse = wrapper.run(q, k, v.contiguous(), return_lse=True)
+        return out, lse * _LN2
+
+    return mha_joined(attend, q, q_rope, k, k_rope, v)
 
 
 def _sums(segs: Segments) -> Tensor:

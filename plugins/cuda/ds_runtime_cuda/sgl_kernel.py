@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, Segments, with_rope
+from ds_runtime.api import Batch, Facts, Limits, Segments, mha_joined
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
 
 
@@ -34,25 +34,23 @@ def mha_prefill(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """MhaPrefill with FlashAttention 3, whose causal masks align at the ends, too."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    if not q_segs.total or not k_segs.total:
-        return out, lse
-    found, sums = _library().flash_attn_varlen_func(
-        with_rope(q, q_rope),
-        with_rope(k, k_rope),
-        v,
-        q_segs.cu,
-        k_segs.cu,
-        q_segs.longest,
-        k_segs.longest,
-        softmax_scale=scale,
-        causal=causal,
-        return_softmax_lse=True,
-    )[:2]
-    sums = sums.transpose(0, 1)  # [heads, tokens] → [tokens, heads]
-    empty = ~torch.isfinite(sums)  # queries without keys: +inf there
-    return found.masked_fill(empty.unsqueeze(-1), 0), sums.masked_fill(empty, float("-inf"))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = _library().flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            q_segs.cu,
+            k_segs.cu,
+            q_segs.longest,
+            k_segs.longest,
+            softmax_scale=scale,
+            causal=causal,
+            return_softmax_lse=True,
+        )[:2]
+        return out, lse.transpose(0, 1)  # [heads, tokens] → [tokens, heads]
+
+    return mha_joined(attend, q, q_rope, k, k_rope, v)
 
 
 class MlaDecode:

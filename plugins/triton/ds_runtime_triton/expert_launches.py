@@ -184,7 +184,7 @@ def _sorted(given: Given, weights: Tensor, ids: Tensor, layer: Layer, config: Co
     down_kernel[(tiles.most * cdiv(n, low["BLOCK_N"]),)](
         *h, stack.values, stack.scale, weights, y, *tiles[:3], ids, pairs, n, k,
         cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
-        TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
+        EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return sum_of_pairs(y, ids, layer.absent)
 

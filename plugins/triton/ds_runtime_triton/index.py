@@ -139,10 +139,11 @@ def index_topk(
     chunk = _chunk(rows, width, config.pop("PROGRAMS"))
     row_warps = config.pop("ROW_WARPS")
     alone = config["ALONE"]
-    pages = owners, page_table, out, page_table.stride(0), pow2(k), page_size, alone
+    pages = owners, page_table, out, page_table.stride(0)
+    sizes = pow2(k), page_size, alone
     totals = torch.empty(COUNTED, rows, BINS, dtype=torch.int32, device=scores.device)
     whole = scores, lens, totals, rows, k, scores.stride(0)
-    row_kernel[(rows,)](*whole, *pages, num_warps=row_warps)
+    row_kernel[(rows,)](*whole, *pages, *sizes, num_warps=row_warps)
     if width > alone:
         chunks = cdiv(width, chunk)
         counts = torch.empty(COUNTED, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
@@ -151,7 +152,7 @@ def index_topk(
         for digit in range(COUNTED):
             count_kernel[(chunks, rows)](*given, DIGIT=digit, **config)
         gather_kernel[(chunks, rows)](
-            *given, listed, *pages[:-1], LISTED=LISTED, CHUNKS=CHUNKS, **config
+            *given, listed, *pages, *sizes[:-1], LISTED=LISTED, CHUNKS=CHUNKS, **config
         )
-        finish_kernel[(rows,)](*whole, listed, *pages, LISTED, num_warps=row_warps)
+        finish_kernel[(rows,)](*whole, listed, *pages, *sizes[1:], LISTED, num_warps=row_warps)
     return out

@@ -183,9 +183,7 @@ def test_every_matrix_has_one_site_whatever_is_joined(raw, data):
     formats = data.draw(st.lists(kinds, min_size=1))
     form = {name: formats[i % len(formats)] for i, name in enumerate(known)}
     tree = model_of(config, lambda m: form.get(m, "dense"))
-    sites = model_sites(
-        config, lambda m: form.get(m, "dense"), ranks.width, apart, adapted, "", ranks.heads
-    )
+    sites = model_sites(config, lambda m: form.get(m, "dense"), ranks, apart, adapted)
     owned = [s for s in sites if s.op != "mla_inputs"]
     assert sum(s.values for s in owned) == matrices(tree, ranks)
     names = Counter(name for s in owned for name in set(s.weights))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import time
 
@@ -12,6 +11,7 @@ import torch
 from ds_runtime.parallel.group import TorchCommunicator
 from ds_runtime.parallel.skew import absent
 from parts import mostly_slow
+from rank_processes import run_ranks
 
 TIMEOUT, SIZE, LATE = 3.0, 3, 1
 WAITS = {
@@ -29,9 +29,9 @@ WAITS = {
 }
 
 
-def wait(rank, address, kind, results):
+def wait(rank, size, address, kind):
     torch.set_num_threads(1)
-    group = TorchCommunicator("gloo", rank, SIZE, address, TIMEOUT)
+    group = TorchCommunicator("gloo", rank, size, address, TIMEOUT)
     group.barrier()
     if rank == LATE:
         time.sleep(60)
@@ -43,22 +43,12 @@ def wait(rank, address, kind, results):
         said = "nothing"
     except Exception as e:
         said = f"{type(e).__name__}: {e}"
-    results.put((rank, time.monotonic() - begin, said))
+    return rank, time.monotonic() - begin, said
 
 
 def waited(tmp_path, kind):
     """(rank, seconds that it waited, what it said) of the ranks that came."""
-    context = multiprocessing.get_context("spawn")
-    results, address = context.Queue(), f"file://{tmp_path}/meeting"
-    ranks = [context.Process(target=wait, args=(r, address, kind, results)) for r in range(SIZE)]
-    try:
-        for process in ranks:
-            process.start()
-        return sorted(results.get(timeout=50) for _ in range(SIZE - 1))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    return run_ranks(wait, SIZE, tmp_path, kind, answers=SIZE - 1, limit=50)
 
 
 @pytest.mark.parametrize("kind", mostly_slow([*WAITS][:-1], 1))

@@ -111,36 +111,14 @@ def test_the_page_reads_the_metrics_as_they_are():
 @pytest.mark.parametrize(("total", "said"), [(40, "9 / 21 / 6"), (0, "–")])
 def test_the_page_tells_of_snapshots_where_there_may_be_some(total, said):
     told = Stats(snapshots_total=total, snapshots_kept=9, snapshot_hits=21, snapshots_evicted=6)
-    metrics = Metrics([EngineView(lambda: told, lambda: None, lambda: True)], "m")
-    found = run_node(
-        """
-        const { parse } = await import(`${pages}/metrics.js`);
-        const { TILES } = await import(`${pages}/live.js`);
-        const now = parse(process.argv[1]), c = { now, last: now, past: now, dt: 1 };
-        const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
-        console.log(JSON.stringify(all));
-        """,
-        metrics.text().decode(),
-    )
-    assert dict(found)["Snapshots of states, kept / used / evicted"] == said
+    assert tiles(told, told)["Snapshots of states, kept / used / evicted"] == said
 
 
 @node
 @pytest.mark.parametrize(("total", "said"), [(40, "9 / 2,100"), (0, "–")])
 def test_the_page_tells_of_host_memory_where_it_is_used(total, said):
     told = Stats(host_pages_total=total, host_pages_kept=9, cached_host_tokens=2100)
-    metrics = Metrics([EngineView(lambda: told, lambda: None, lambda: True)], "m")
-    found = run_node(
-        """
-        const { parse } = await import(`${pages}/metrics.js`);
-        const { TILES } = await import(`${pages}/live.js`);
-        const now = parse(process.argv[1]), c = { now, last: now, past: now, dt: 1 };
-        const all = TILES.map(([name, figure, word]) => [name, word(figure(c), c)]);
-        console.log(JSON.stringify(all));
-        """,
-        metrics.text().decode(),
-    )
-    assert dict(found)["Host memory, pages kept / prompt tokens read"] == said
+    assert tiles(told, told)["Host memory, pages kept / prompt tokens read"] == said
 
 
 @node

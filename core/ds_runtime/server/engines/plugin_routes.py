@@ -9,7 +9,7 @@ from ds_runtime.plugins.routes import Generated, RoutedEngine
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.generate.chat import Prompt
 from ds_runtime.server.generate.prepare import Service, fitted
-from ds_runtime.server.generate.run import Run
+from ds_runtime.server.generate.run import Run, Submission
 from ds_runtime.server.generate.sampling import check_ids, check_room
 from ds_runtime.server.http.keys import Caller
 
@@ -73,14 +73,5 @@ class ServedEngine(RoutedEngine):
         for field in ("logit_bias", "stop_token_ids"):
             check_ids(getattr(params, field), ready.vocab_size, field)
         whole = Prompt(ids, prompt if isinstance(prompt, str) else None)
-        return Run(
-            "route",
-            [(whole, fitted(service, params, whole, "prompt"))],
-            priority,
-            Caller(),
-            service.client,
-            tokenizer,
-            service.metrics,
-            service.running,
-            adapter=adapter,
-        )
+        prompts = [(whole, fitted(service, params, whole, "prompt"))]
+        return Run("route", Submission(prompts, priority, adapter=adapter), service, Caller())

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from ds_runtime.server.generate.prepare import Job, Service
 from ds_runtime.server.generate.run import Run
 from ds_runtime.server.http.bodies import Bodies
-from ds_runtime.server.http.keys import Caller
 from ds_runtime.server.http.stream import stream_response, until_disconnect
 from ds_runtime.server.observe.request_record import exchange_of
 
@@ -21,7 +20,7 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
     exchange = exchange_of(request.scope)
     with job.names.kept():
         asked = exchange.caller, exchange.begin, exchange.asker
-        run = exchange.run = start(service, prefix, job, *asked)
+        run = exchange.run = Run(prefix, job.submission, service, *asked)
         exchange.stream = bool(job.stream)
         try:
             if job.stream:
@@ -34,34 +33,6 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
     numbers = sum(choice.num_logprobs() for choice in run.choices)
     bodies: Bodies = request.app.state.bodies
     return await bodies.word(numbers, lambda: as_json(job.form.reply(run)))
-
-
-def start(
-    service: Service,
-    prefix: str,
-    job: Job,
-    caller: Caller,
-    begin: float | None = None,
-    asker: str = "",
-) -> Run:
-    """Submit a job that came at `begin` from `asker`. Whoever calls this closes the run."""
-    return Run(
-        prefix,
-        job.prompts,
-        job.priority or 0,
-        caller,
-        service.client,
-        service.tokenizer,
-        service.metrics,
-        service.running,
-        job.rid,
-        job.start_parser,
-        begin,
-        job.adapter,
-        job.cache_salt,
-        asker,
-        job.own,
-    )
 
 
 async def finish(run: Run) -> None:

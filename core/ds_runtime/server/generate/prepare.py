@@ -6,7 +6,7 @@ Everything here is plain computing: it runs in a thread when the body is not sma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.sampling_params import SamplingParams, check_number
-from ds_runtime.server.engines.replicas import Replicas
 from ds_runtime.server.errors import ApiError, shown
 from ds_runtime.server.generate.chat import Prompt, chat_prompt, plain_prompts
 from ds_runtime.server.generate.choice import StartParser
@@ -33,7 +32,7 @@ from ds_runtime.server.generate.protocol import (
     TokenizeRequest,
 )
 from ds_runtime.server.generate.rules import chat_rules
-from ds_runtime.server.generate.run import PerPrompt, Run
+from ds_runtime.server.generate.run import Engines, Submission
 from ds_runtime.server.generate.sampling import (
     GenerationDefaults,
     build_params,
@@ -41,11 +40,9 @@ from ds_runtime.server.generate.sampling import (
     check_room,
     fit,
 )
-from ds_runtime.server.metrics import Metrics
 from ds_runtime.server.protocols.translate import ClientNames
 from ds_runtime.text.formats.template import Template
 from ds_runtime.text.parsers.registry import OutputParser, Parsers
-from ds_runtime.text.tokenizer import Tokenizer
 
 _COUNTED = 4  # contexts that a text may have which is only counted
 
@@ -68,34 +65,20 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is ready to run. own: in place of what all prompts have. names: of its fields,
-    for errors that come while it runs.
-    """
+    """A request that is ready to run. names: of its fields, for errors that come while it runs."""
 
-    prompts: list[tuple[Prompt, SamplingParams]]
+    submission: Submission
     form: Format
     stream: bool | None
-    priority: int | None
-    rid: str | None = None
-    start_parser: StartParser | None = None
-    adapter: str = ""
-    cache_salt: str | None = None
-    own: Sequence[PerPrompt] = ()
     names: ClientNames = field(default_factory=ClientNames)
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """What every route needs. `running`: the open runs by id. `leaving`: adapters that take no more
-    requests.
-    """
+class Service(Engines):
+    """What every route needs. `leaving`: adapters that take no more requests."""
 
-    client: Replicas
-    tokenizer: Tokenizer
     config: ServerConfig
     model: ModelInfo
-    metrics: Metrics
-    running: dict[str, Run] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
 
     def has_adapter(self, name: str | None) -> bool:
@@ -147,8 +130,8 @@ def chat_job(
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
     prompts = [(prompt, fitted(service, params, prompt, "messages", clamp))]
     start = _start_parser(model.parsers, body)
-    salt = body.cache_salt
-    return Job(prompts, form, body.stream, body.priority, body.rid, start, adapter, salt)
+    submission = Submission(prompts, body.priority, body.rid, start, adapter, body.cache_salt)
+    return Job(submission, form, body.stream)
 
 
 def fitted(
@@ -222,8 +205,8 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
         (prompt, fitted(service, params, prompt, "prompt"))
         for prompt in plain_prompts(body.prompt, "prompt", tokenizer, ready, special)
     ]
-    salt = body.cache_salt
-    return Job(prompts, form, body.stream, body.priority, body.rid, None, adapter, salt)
+    submission = Submission(prompts, body.priority, body.rid, None, adapter, body.cache_salt)
+    return Job(submission, form, body.stream)
 
 
 def token_ids(service: Service, body: TokenizeRequest) -> list[int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Container, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -35,53 +35,51 @@ class PerPrompt:
     cache_salt: str | None = None
 
 
-class Run:
-    """Submits on construction; `close` aborts whatever has not finished by then.
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What one request asks of the engine.
 
-    `running` holds every open run. `rid` is the client's own id for it; None draws one. `caller`s
-    do not see each other's: their runs may have the same id.
-    begin: when its HTTP request arrived, by `time.perf_counter`; None: now. adapter: its name.
-    asker: who asks. own: for each prompt, in place of adapter and cache_salt.
+    prompts: each with its parameters. rid: the client's own id for the request; None draws one.
+    adapter: its name. own: for each prompt, in place of adapter and cache_salt.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        prompts: list[tuple[Prompt, SamplingParams]],
-        priority: int,
-        caller: Caller,
-        client: Replicas,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        running: dict[str, Run],
-        rid: str | None = None,
-        start_parser: StartParser | None = None,
-        begin: float | None = None,
-        adapter: str = "",
-        cache_salt: str | None = None,
-        asker: str = "",
-        own: Sequence[PerPrompt] = (),
-    ) -> None:
-        total = sum(params.n for _, params in prompts)
+    prompts: list[tuple[Prompt, SamplingParams]]
+    priority: int | None = None
+    rid: str | None = None
+    start_parser: StartParser | None = None
+    adapter: str = ""
+    cache_salt: str | None = None
+    own: Sequence[PerPrompt] = ()
+
+    def each(self) -> Sequence[PerPrompt]:
+        """What each prompt has for itself."""
+        return self.own or [PerPrompt(None, self.adapter, self.cache_salt)] * len(self.prompts)
+
+    def check_size(self, limit: int) -> None:
+        """RequestError if it makes more choices than a request may, or than may wait."""
+        count = len(self.prompts)
+        total = sum(params.n for _, params in self.prompts)
         if total > MAX_CHOICES:
             raise RequestError(
-                f"{len(prompts)} prompts with n make {total} choices: at most {MAX_CHOICES} fit "
-                "one request",
+                f"{count} prompts with n make {total} choices: at most {MAX_CHOICES} fit one "
+                "request",
                 "n",
             )
-        limit = client.require().queue_limit
         if total > limit:
             # It would be refused for ever, on an idle server too.
-            param, how = ("n", "n") if total > len(prompts) else ("prompt", "the prompts")
+            param, how = ("n", "n") if total > count else ("prompt", "the prompts")
             raise RequestError(
                 f"{how} make {total} choices at once, but {limit} may wait "
                 f"(--max-queued-requests): ask for at most {limit}, or start the server with a "
                 "larger --max-queued-requests",
                 param,
             )
-        given = [one for one in (rid, *(each.rid for each in own)) if one is not None]
+
+    def check_ids(self, taken: Container[str], caller: Caller) -> None:
+        """RequestError for an id that a request of this caller has, or that stands twice."""
+        given = [one for one in (self.rid, *(each.rid for each in self.own)) if one is not None]
         for one in given:
-            if caller.own(one) in running:
+            if caller.own(one) in taken:
                 raise RequestError.of(
                     "rid", f" {shown(one)} is that of a running request: draw a new one"
                 )
@@ -89,33 +87,62 @@ class Run:
                 raise RequestError.of(
                     "rid", f" has {shown(one)} twice: each prompt needs an id of its own"
                 )
-        self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What all requests run on. running: the open ones by id."""
+
+    client: Replicas
+    tokenizer: Tokenizer
+    metrics: Metrics
+    running: dict[str, Run] = field(default_factory=dict, kw_only=True)
+
+
+class Run:
+    """Submits on construction; `close` aborts whatever has not finished by then.
+
+    `caller`s do not see each other's runs, which may have the same id. asker: who asks.
+    begin: when its HTTP request arrived, by `time.perf_counter`; None: now.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        submission: Submission,
+        engines: Engines,
+        caller: Caller,
+        begin: float | None = None,
+        asker: str = "",
+    ) -> None:
+        submission.check_size(engines.client.require().queue_limit)
+        submission.check_ids(engines.running, caller)
+        self.id = f"{prefix}-{uuid.uuid4().hex}" if submission.rid is None else submission.rid
         self.caller, self.asker = caller, asker
-        self._key = caller.own(self.id)
-        self._own = own or [PerPrompt(None, adapter, cache_salt)] * len(prompts)
-        self.adapters = {each.adapter for each in self._own}
+        each = submission.each()
+        self.adapters = {one.adapter for one in each}
         self.created = int(time.time())
-        self.prompts = [p for p, _ in prompts]
-        self.choices = make_choices(self._key, prompts, tokenizer, start_parser)
+        self.prompts = [p for p, _ in submission.prompts]
+        key = caller.own(self.id)
+        self.choices = make_choices(
+            key, submission.prompts, engines.tokenizer, submission.start_parser
+        )
         self._by_rid = {c.rid: c for c in self.choices}
         # `ids`: by which it is aborted, or a prompt of it, with the choices of each.
         self.ids = {self.id: [*self._by_rid]}
         self._names = {
-            id(prompt): each.rid or self.id
-            for prompt, each in zip(self.prompts, self._own, strict=True)
+            id(prompt): one.rid or self.id for prompt, one in zip(self.prompts, each, strict=True)
         }
-        for choice in self.choices if own else ():
+        for choice in self.choices if submission.own else ():
             self.ids.setdefault(self.id_of(choice), []).append(choice.rid)
         self._running = set(self._by_rid)
-        self._metrics = metrics
-        self.timer = Timer(metrics, time.perf_counter() if begin is None else begin)
-        self._flight = client.open(self._groups(prompts, priority))
-        self._runs = running
-        running.update(dict.fromkeys(map(caller.own, self.ids), self))
+        self._metrics = engines.metrics
+        self.timer = Timer(engines.metrics, time.perf_counter() if begin is None else begin)
+        self._flight = engines.client.open(self._groups(submission, each))
+        self._runs = engines.running
+        self._runs.update(dict.fromkeys(map(caller.own, self.ids), self))
 
-    def _groups(
-        self, prompts: list[tuple[Prompt, SamplingParams]], priority: int
-    ) -> list[SubmitGroup]:
+    def _groups(self, submission: Submission, each: Sequence[PerPrompt]) -> list[SubmitGroup]:
         rids = iter(self._by_rid)
         return [
             SubmitGroup(
@@ -123,12 +150,12 @@ class Run:
                 prompt=prompt.ids,
                 params=params,
                 seed=draw_seed(params.seed),
-                priority=priority,
+                priority=submission.priority or 0,
                 adapter=own.adapter,
                 client=self.asker,
                 salt=self.caller.salt(own.cache_salt),
             )
-            for (prompt, params), own in zip(prompts, self._own, strict=True)
+            for (prompt, params), own in zip(submission.prompts, each, strict=True)
         ]
 
     def id_of(self, choice: Choice) -> str:

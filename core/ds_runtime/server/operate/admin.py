@@ -15,11 +15,11 @@ from ds_runtime._version import __version__
 from ds_runtime.errors import EngineDeadError, LogitsError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import BROKEN, ApiError
-from ds_runtime.server.generate.answer import as_json, finish, start
+from ds_runtime.server.generate.answer import as_json, finish
 from ds_runtime.server.generate.chat import Prompt
-from ds_runtime.server.generate.prepare import Job, Service
+from ds_runtime.server.generate.prepare import Service
 from ds_runtime.server.generate.protocol import AbortRequest
-from ds_runtime.server.generate.run import Run
+from ds_runtime.server.generate.run import Run, Submission
 from ds_runtime.server.generate.sampling import fit
 from ds_runtime.server.http.body import parse
 from ds_runtime.server.http.guard import operators_only
@@ -27,7 +27,6 @@ from ds_runtime.server.http.keys import Caller
 from ds_runtime.server.http.openapi import request_body
 from ds_runtime.server.http.stream import until_disconnect
 from ds_runtime.server.observe.request_record import exchange_of
-from ds_runtime.server.protocols.native import GenerateFormat
 
 _PROBE_SECONDS = 30.0
 _SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -184,8 +183,7 @@ async def _one_token(service: Service) -> None:
     """
     ready = service.client.require()
     params = fit(SamplingParams(max_tokens=1), 1, ready, "prompt")
-    form: Any = GenerateFormat(service.tokenizer)
-    run = start(service, "health", Job([(Prompt([0]), params)], form, False, None), Caller())
+    run = Run("health", Submission([(Prompt([0]), params)]), service, Caller())
     try:
         await asyncio.wait_for(finish(run), _PROBE_SECONDS)
     except TimeoutError as e:

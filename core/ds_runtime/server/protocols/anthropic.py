@@ -104,7 +104,7 @@ def messages_job(service: Service, kept: Shelf, body: MessagesRequest) -> Job:
         edited = body.context_management is not None
         form = MessagesFormat(body.model or service.model.name, keep, edited)
         job = chat_job(service, validate(ChatRequest, chat), form, clamp=True)
-    check_edits(body.context_management, body.messages, len(job.prompts[0][0].ids))
+    check_edits(body.context_management, body.messages, len(job.submission.prompts[0][0].ids))
     return replace(job, names=names)
 
 

@@ -28,7 +28,7 @@ from ds_runtime.server.generate.protocol import (
     Sampling,
     TokenIds,
 )
-from ds_runtime.server.generate.run import PerPrompt, Run
+from ds_runtime.server.generate.run import PerPrompt, Run, Submission
 from ds_runtime.server.generate.sampling import build_params, check_ids
 from ds_runtime.server.protocols.fields import NATIVE_SAMPLING, Fields
 from ds_runtime.server.protocols.translate import ClientNames, Json, Pattern
@@ -113,7 +113,7 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         for i in range(count)
     ]
     rid = body.rid if many and isinstance(body.rid, str) else None
-    return Job(prompts, form, body.stream, body.priority, rid, own=own, names=names)
+    return Job(Submission(prompts, body.priority, rid, own=own), form, body.stream, names)
 
 
 def _rid(body: GenerateRequest, i: int, count: int, many: bool) -> str | None:

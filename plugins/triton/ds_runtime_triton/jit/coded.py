@@ -293,7 +293,7 @@ def coded_experts_kernel(
         tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
     if is_here(ids, tile, tiles_m, ABSENT):
-        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, DIRECT)
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, BLOCK_M, DIRECT)
         row, rows = pair, pairs
         if GATED:
             row, rows = pair // TOP_K, tokens

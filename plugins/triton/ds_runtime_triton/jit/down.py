@@ -77,7 +77,6 @@ def down_kernel(
     step,
     GROUP_N: tl.constexpr,
     SCALED: tl.constexpr,
-    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,7 +91,7 @@ def down_kernel(
     tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
     if tile < tiles_m:
-        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, False)
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, BLOCK_M, False)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         read = tl.minimum(n, N - 1)

@@ -103,9 +103,7 @@ def sort_pairs_kernel(
 
 
 @triton.jit
-def tile_rows(
-    order, owner, ids, tile, pairs, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr
-):
+def tile_rows(order, owner, ids, tile, pairs, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr):
     """(expert of the tile, its pairs [BLOCK_M], whether each is one)."""
     row = tl.arange(0, BLOCK_M)
     if DIRECT:
@@ -185,7 +183,7 @@ def gate_up_kernel(
         tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
     if is_here(ids, tile, tiles_m, ABSENT):
-        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, DIRECT)
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, BLOCK_M, DIRECT)
         token = pair // TOP_K
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)

@@ -81,7 +81,7 @@ def narrow_experts_kernel(
     follow(PDL)
     tile = tl.program_id(0)
     if tile < tl.load(used):
-        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, False)
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, BLOCK_M, False)
         token = pair // TOP_K
         k = tl.arange(0, BLOCK)
         groups = K // BLOCK

@@ -273,7 +273,6 @@ def finish_kernel(
     table,
     out,
     table_row,
-    WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ALONE: tl.constexpr,
     LISTED: tl.constexpr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,29 @@ def with_rope(heads: Tensor, rope: Tensor) -> Tensor:
     out[..., :width] = heads  # two copies: torch.cat of strided parts takes three times on GPUs
     out[..., width:] = rope if rope.ndim == 3 else rope.unsqueeze(1)
     return out
+
+
+def mha_joined(
+    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    q: Tensor,
+    q_rope: Tensor,
+    k: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns what MhaPrefill returns, by a library that takes joined heads.
+
+    q, q_rope, k, k_rope and v are as in MhaPrefill. `attend` is called if there are queries and
+    keys, with [Tq, heads, nope + rope], [Tk, heads, nope + rope] and v. It returns out
+    [Tq, heads, d_v] and lse [Tq, heads] float32. Where lse is not finite, out is replaced by 0 and
+    lse by −inf: these are queries without keys.
+    """
+    if not q.shape[0] or not k.shape[0]:
+        blank = q.new_zeros(*q.shape[:2], v.shape[2])
+        return blank, q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    out, lse = attend(with_rope(q, q_rope), with_rope(k, k_rope), v)
+    blind = ~torch.isfinite(lse)
+    return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))
 
 
 def mha_prefill(
