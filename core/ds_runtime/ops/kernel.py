@@ -141,7 +141,8 @@ class Compiles:
 
     * ahead: `(facts, rows) -> None` compiles calls of each of these numbers of rows into a cache on
       disk, without weights. `rows` has all numbers that a step can have. Other processes call it
-      while weights are loaded, with the device as torch's current one.
+      while weights are loaded, with the device as torch's current one. Torch may take 8 GiB of its
+      memory there.
     * rehearsal: `() -> context manager`, whose value says whether it works here. Within it, calls
       of all kernels that name it compile and do not run. Their results are zeros. Leaving it waits
       until all have compiled.

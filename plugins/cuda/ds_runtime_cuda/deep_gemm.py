@@ -93,13 +93,15 @@ def _edge(count: int) -> bool:
 
 
 def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
-    """`Compiles.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile."""
+    """`Compiles.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile. The
+    largest call is first, so that the others fit in the memory that torch keeps of it. Rising ones
+    each take more: all of a device's, while weights are loaded."""
     n, k = facts.shape
     values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.empty(-(-n // 128), -(-k // 128), dtype=torch.float32, device="cuda")
     packed = Packed(FP8_ROWS, (n, k), {"weight": values, "scale": scale}, 0)
     kernel = LinearFp8(facts)
-    for count in filter(_edge, rows):
+    for count in sorted(filter(_edge, rows), reverse=True):
         kernel.apply(torch.zeros(count, k, dtype=torch.bfloat16, device="cuda"), packed)
     torch.cuda.synchronize()
     del values, scale, packed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.engine.device.compile_record import CompileRecord, found_in
-from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
+from ds_runtime.engine.device.precompile import Ahead, divided, keep_within, tasks_of
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import Compiles, RowRange
@@ -101,6 +101,30 @@ def test_nothing_is_started_where_nothing_compiles(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
     with Ahead(bound(("", (64, 32))), CPU, 1), Ahead(bound(("a:b", (1, 1))), CPU, 0):
         pass
+
+
+def test_processes_leave_the_memory_to_the_weights(compiler):
+    """Whatever the sizes of devices are."""
+    text = f"""
+import pathlib, torch
+class Device:
+    def set_per_process_memory_fraction(self, share):
+        (pathlib.Path({str(compiler)!r}) / f"share-{{share}}").touch()
+torch.accelerator.set_device_index = lambda index: None
+torch.get_device_module = Device
+"""
+    (compiler / "sitecustomize.py").write_text(text)
+    for gib, share in ((141, 8 / 141), (16, 0.5), (8, 1.0), (4, 1.0)):
+        with Ahead(bound(("compilers:compiled", (gib, 1))), torch.device("cuda:0"), 1, gib << 30):
+            pass
+        assert (compiler / f"{gib}x1-1").exists()
+        (told,) = compiler.glob("share-*")
+        assert float(told.name.removeprefix("share-")) == share
+        told.unlink()
+    with Ahead(bound(("compilers:compiled", (3, 1))), torch.device("cuda:0"), 1):
+        pass
+    assert not [*compiler.glob("share-*")], "its size is not known"
+    keep_within(object(), 0.5)  # torch's module of a device that has no such limit
 
 
 def test_an_error_while_loading_ends_them(compiler, capfd):

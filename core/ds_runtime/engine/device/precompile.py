@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ from ds_runtime.platform.cores import cores_per_device
 _CORES = 1.5  # of the host, for each process
 _PIECES = 2  # for each at least
 _TOLD = "compiled: "  # what the last line begins with; libraries may speak after it
-_MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
+_MEMORY = 16 << 30  # bytes of the device's size for each
+_HELD = 8 << 30  # bytes that each may take of them
 
 
 Task = tuple[str, Facts, range]
@@ -36,10 +38,12 @@ Task = tuple[str, Facts, range]
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What one process compiles. index: the device's."""
+    """What one process compiles. index: the device's; share: of its memory, that torch may take;
+    0: it is not known."""
 
     tasks: tuple[Task, ...]
     index: int | None
+    share: float = 0.0
 
 
 def tasks_of(bound: BoundOps, most: int) -> list[Task]:
@@ -82,8 +86,10 @@ class Ahead:
         if self._record.holds():
             tasks = []
         processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
+        share = min(1.0, _HELD / memory) if memory else 0.0
         self._running = [
-            _Process(CompileJob(tuple(own), device.index)) for own in divided(tasks, processes)
+            _Process(CompileJob(tuple(own), device.index, share))
+            for own in divided(tasks, processes)
         ]
 
     def __enter__(self) -> None:
@@ -139,12 +145,20 @@ class _Process:
         return ""
 
 
+def keep_within(device: Any, share: float) -> None:
+    """Torch frees what it keeps before it takes more than this share of the memory. Calls of ever
+    more rows would else take all of it, while weights are loaded. device: torch's module of it."""
+    if share and (keep := getattr(device, "set_per_process_memory_fraction", None)) is not None:
+        keep(share)
+
+
 @torch.inference_mode()
 def main() -> None:
     """The life of such a process."""
     work: CompileJob = pickle.load(sys.stdin.buffer)
     if work.index is not None:
         torch.accelerator.set_device_index(work.index)
+        keep_within(torch.get_device_module(), work.share)
     for path, facts, rows in work.tasks:
         load_attr(path)(facts, rows)
     told = [(*key, count) for key, count in counted().items()]
