@@ -58,7 +58,12 @@ PARTS = {
     "tokens per expert (`--expert-metrics`)": "*ran on* CPUs, captured too, *unrun* on GPUs",
     "delay of the last rank (`/metrics`)": "*ran on* CPUs, captured too: names a rank that was "
     "made slow; measured on two H200s, where none was made slow",
-    "prompts in two halves (`--enable-two-batch-overlap`)": "*ran on* CPUs, *unrun* on GPUs",
+    "prompts in two halves (`--enable-two-batch-overlap`)": "*ran on* CPUs and on two H200s, where "
+    "answers were not compared, *unrun* on four",
+    "every collective (`conform --ranks`)": "*ran on* CPUs and on two H200s; with 4 ranks, which "
+    "shared one H200 (NCCL 2.31.2)",
+    "a rank that dies (a sentence, and the end of all)": "*ran on* CPUs; in every phase with 2 ranks "
+    "over NCCL, which shared one H200",
     "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
     "*unrun* on GPUs",
 }
