@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -174,6 +175,14 @@ def test_flags_round_trip_and_say_what_was_set(values: dict[str, object]) -> Non
 
 def test_setting_a_field_to_its_default_counts_as_set() -> None:
     assert parse(EngineConfig, "--page-size", "16")[1] == {"page_size"}
+
+
+@pytest.mark.parametrize("space", ["", " ", "  "])
+@pytest.mark.parametrize("write", [str, str.lower, str.upper])
+def test_a_size_s_unit_is_written_in_any_way(write: Callable[[str], str], space: str) -> None:
+    for power, letter in enumerate("KMGT", start=1):
+        for unit, base in ((f"{letter}B", 1000), (f"{letter}iB", 1024), (f"{letter}i", 1024)):
+            assert parse_size(f"6{space}{write(unit)}") == 6 * base**power
 
 
 @pytest.mark.parametrize(
