@@ -305,6 +305,15 @@ def every_parser() -> list[argparse.ArgumentParser]:
     return found
 
 
+@pytest.mark.parametrize("columns", ["1", "0", "-5", "28", "40", "wide", "10000"])
+def test_help_is_written_on_a_terminal_of_any_width(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for parser in every_parser():
+        assert parser.format_help()
+
+
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)
 def test_help_says_what_a_flag_is_and_not_its_default_alone(
     parser: argparse.ArgumentParser,
