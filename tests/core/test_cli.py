@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -176,6 +177,14 @@ def test_setting_a_field_to_its_default_counts_as_set() -> None:
     assert parse(EngineConfig, "--page-size", "16")[1] == {"page_size"}
 
 
+@pytest.mark.parametrize("space", ["", " ", "  "])
+@pytest.mark.parametrize("write", [str, str.lower, str.upper])
+def test_a_size_s_unit_is_written_in_any_way(write: Callable[[str], str], space: str) -> None:
+    for power, letter in enumerate("KMGT", start=1):
+        for unit, base in ((f"{letter}B", 1000), (f"{letter}iB", 1024), (f"{letter}i", 1024)):
+            assert parse_size(f"6{space}{write(unit)}") == 6 * base**power
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -294,6 +303,15 @@ def every_parser() -> list[argparse.ArgumentParser]:
             if isinstance(action, argparse._SubParsersAction):
                 found += action.choices.values()
     return found
+
+
+@pytest.mark.parametrize("columns", ["1", "0", "-5", "28", "40", "wide", "10000"])
+def test_help_is_written_on_a_terminal_of_any_width(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for parser in every_parser():
+        assert parser.format_help()
 
 
 @pytest.mark.parametrize("parser", every_parser(), ids=lambda p: p.prog)

@@ -66,6 +66,8 @@ def test_a_cache_that_the_user_made_too_small_is_no_fault_of_the_device(tmp_path
     assert "--max-running-requests 1000000000: must be at most 65536" in capsys.readouterr().err
     assert main([*plan, "--max-step-tokens", "10000000"]) == 1
     assert "lower --max-step-tokens (now 10000000)" in capsys.readouterr().err
+    assert main([*plan, "--prefix-chunk", "100000000"]) == 1
+    assert "lower --prefix-chunk (now 100000000)" in capsys.readouterr().err
 
 
 def test_what_fits_is_what_starting_would_find(v3):

@@ -184,14 +184,21 @@ def activation_bytes(assembly: Assembly) -> int:
     queries as they come, rotated and absorbed, and attended latents. That is all tokens with
     --batch-invariant, else `most_absorbed`. What sparse attention holds is `sparse_bytes`.
     """
-    config, dims = assembly.config, assembly.facts.dims
-    most = config.max_step_tokens
-    if config.batch_invariant:  # nothing is expanded
+    most = assembly.config.max_step_tokens
+    if assembly.config.batch_invariant:  # nothing is expanded
         return step_bytes(assembly, most, most)
-    expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
-    cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
-    found, absorbed = step_bytes(assembly, most, most) + cached, most_absorbed(assembly)
+    found = step_bytes(assembly, most, most) + prefix_bytes(assembly)
+    absorbed = most_absorbed(assembly)
     return max(found, step_bytes(assembly, most, most, absorbed)) if absorbed else found
+
+
+def prefix_bytes(assembly: Assembly) -> int:
+    """Of that, the bytes of cached tokens that are expanded at once, of --prefix-chunk."""
+    config, dims = assembly.config, assembly.facts.dims
+    if config.batch_invariant:  # nothing is expanded
+        return 0
+    expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
+    return config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
 
 
 def step_bytes(assembly: Assembly, tokens: int, every: int, absorbed: int = 0) -> int:

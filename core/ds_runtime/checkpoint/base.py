@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ds_runtime.checkpoint.files import Stamp, Stamps, read_object
 from ds_runtime.checkpoint.gguf.folder import LINK, linked_files
+from ds_runtime.config.paths import user_path
 from ds_runtime.errors import CheckpointError, shown
 
 KEY = "base_model"
@@ -26,7 +27,7 @@ def base_of(folder: Path) -> Path | None:
     where = folder / "config.json"
     if not isinstance(named, str) or not named:
         raise CheckpointError(f"{where}: {KEY} {shown(named)}: expected the folder of a checkpoint")
-    base = folder / Path(named).expanduser()
+    base = folder / user_path(named, f"{where}: {KEY}")
     if not base.is_dir():
         raise CheckpointError(
             f"{where}: {KEY} {shown(named)}: {base} is not there; put the base's folder in its "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.files import LISTS, read_object
+from ds_runtime.config.paths import user_path
 from ds_runtime.errors import CheckpointError
 
 EMBEDDED = {
@@ -23,18 +24,25 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # data only: no code
 def resolve_model(name: str) -> Path:
     """The folder of `name`. A hub id comes from the local cache, else is downloaded.
 
-    Raises CheckpointError with the command to run when it is neither here nor reachable.
+    Raises CheckpointError with the command to run when it is neither here nor reachable. Also for a
+    path that cannot be read. Raises ConfigError for the home of a user who has none.
     """
     if name in EMBEDDED:
         return Path(str(importlib.resources.files(EMBEDDED[name])))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = user_path(name, "--model")
+    try:
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except OSError as e:
+        raise CheckpointError(
+            f"--model {name}: cannot be read: {e.strerror}; give a checkpoint folder of yours"
+        ) from e
+    if is_folder:
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         from ds_runtime.checkpoint.gguf.folder import folder_of
 
         return folder_of(folder)
-    if folder.exists():
+    if is_there:
         raise CheckpointError(
             f"--model {name}: is a file; give the folder that holds config.json, or a .gguf file"
         )

@@ -37,6 +37,7 @@ COMMON = {  # by the name of a setting: what `--help` says of it, in one line
 }
 _FLAGS = argparse.Action(["--FLAG"], "flags", metavar="…")
 INDENT = 28  # columns before the help of a flag
+_NARROWEST = 11  # columns of that help, as argparse has them
 
 
 class HelpAll(argparse.Action):
@@ -67,7 +68,7 @@ def short(parser: argparse.ArgumentParser, whole: str) -> str:
     if whole.count("\n") <= LINES:
         return whole
     formatter = argparse.HelpFormatter(parser.prog, max_help_position=INDENT)
-    width = formatter._width - INDENT
+    width = max(_NARROWEST, formatter._width - INDENT)  # argparse's own bound lies below INDENT
     needed = [a for a in parser._actions if a.required or not a.option_strings]
     formatter.add_usage(None, [parser._actions[0], _FLAGS, *needed], [])
     formatter.add_text(re.split(r"(?<=\.) ", parser.description or "")[0])

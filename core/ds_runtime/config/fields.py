@@ -83,10 +83,10 @@ def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from '512MB', '2GiB', '4g' or a plain number. MB = 10^6, MiB = M = 2^20."""
+    """Bytes from '512MB', '2GiB', '4g' or a plain number. MB = 10^6, MiB = Mi = M = 2^20."""
     units = {"": 1, "b": 1}
     for i, letter in enumerate("kmgt", start=1):
-        units[letter] = units[letter + "ib"] = 1024**i
+        units[letter] = units[letter + "i"] = units[letter + "ib"] = 1024**i
         units[letter + "b"] = 1000**i
     stripped = text.strip().lower()
     number = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")

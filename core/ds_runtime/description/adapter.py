@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ds_runtime.checkpoint.files import HEADER, open_plain, read_object
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.paths import user_path
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import model_of
 from ds_runtime.description.tree import EXPERTS, Stored, by_name
@@ -55,7 +56,7 @@ class AdapterSpec:
         if not equals or not folder:
             raise ConfigError(f"--lora {text!r}: write NAME=DIR, like legal=/adapters/legal")
         check_name(name)
-        return AdapterSpec(name, Path(folder).expanduser().absolute())
+        return AdapterSpec(name, user_path(folder, f"--lora {name}:").absolute())
 
 
 def check_name(name: str) -> None:

@@ -43,7 +43,7 @@ def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConf
     try:
         there = resolve_model(path)
         found = load_config(there)
-    except CheckpointError as e:
+    except (CheckpointError, ConfigError) as e:
         said = str(e).replace("--model", flag, 1)
         raise CheckpointError(said if said.startswith(flag) else f"{flag} {path}: {said}") from e
     if (config.indexing is None) != (found.indexing is None):

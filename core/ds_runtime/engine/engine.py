@@ -20,6 +20,7 @@ from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.common.patience import PARTING
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.paths import user_path
 from ds_runtime.description.adapter import check_name
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
@@ -178,7 +179,7 @@ class Engine:
         except ConfigError as e:
             raise RequestError(str(e), "lora_name") from e
         try:
-            held = self.adapters.place(name, Path(folder).expanduser().absolute())
+            held = self.adapters.place(name, user_path(folder, "lora_path").absolute())
             message = PutAdapter(held.slot, str(held.folder))
             if self.leader is not None:
                 self.leader.send(message)

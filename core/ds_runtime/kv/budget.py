@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_runtime.assembly.estimate import activation_bytes, decode_bytes, sparse_bytes
+from ds_runtime.assembly.estimate import activation_bytes, decode_bytes, prefix_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import CacheDivision, kv_room, reserve
 from ds_runtime.common.progress import amount
-from ds_runtime.config import EngineConfig
+from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contracts.caches import CacheSizes
 
@@ -126,7 +126,7 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
     beside = max(0, left - activation_bytes(assembly))
     most = int(left * share)
     if beside < most:
-        most, share, remedy = beside, beside / room.free, _fewer_tokens(config)
+        most, share, remedy = beside, beside / room.free, _fewer_tokens(assembly)
     one = -(-context // config.page_size)
     why = f"{share:.0%} of free memory is"
     return made(most, most=FULL_CONTEXTS * one, why=why, remedy=remedy)
@@ -149,7 +149,7 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
             f"besides steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
             f"captured steps ({amount(reserved.captured)}) and other memory there are"
         )
-    remedy = _fewer_tokens(config)
+    remedy = _fewer_tokens(assembly)
     if reserved.captured:
         remedy += f"--max-running-requests (now {config.max_running_requests}), "
         remedy += "give --disable-graph, "
@@ -176,5 +176,8 @@ def _narrow(assembly: Assembly, room: Room, given: int) -> str:
     )
 
 
-def _fewer_tokens(config: EngineConfig) -> str:
-    return f"lower --max-step-tokens (now {config.max_step_tokens}), "
+def _fewer_tokens(assembly: Assembly) -> str:
+    config, name = assembly.config, "max_step_tokens"
+    if 2 * prefix_bytes(assembly) > activation_bytes(assembly):
+        name = "prefix_chunk"
+    return f"lower {flag_of(name)} (now {getattr(config, name)}), "

@@ -65,26 +65,45 @@ def serve(
         for number in range(engine_config.replicas):
             make = partial(_make, start, engine_config, explicit, number)
             lives.append(closed.enter_context(contextlib.closing(Lives(make, server_config))))
-        with _started(lives):  # the engines load while this process imports and reads
+        with _started(lives) as check:  # the engines load while this process imports and reads
             from ds_runtime.server.front import front_end
 
-            return front_end(engine_config, server_config, folder, lives, sock, closed)()
+            serving = front_end(engine_config, server_config, folder, lives, sock, closed)
+            check()
+            return serving()
 
 
 @contextlib.contextmanager
-def _started(lives: Sequence[Lives]) -> Iterator[None]:
+def _started(lives: Sequence[Lives]) -> Iterator[Callable[[], None]]:
     """The engines start; they end where the block raises, as it does when a signal comes before the
-    server handles it. More signals change nothing then."""
+    server handles it. More signals change nothing then.
+
+    Yields what raises once more: a library may have caught what the signal raised in it, or have
+    made an error of its own of it.
+    """
+    asked: list[BaseException] = []
+
+    def leave(number: int, frame: object) -> NoReturn:
+        asked.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(0))
+        raise asked[0]
+
+    def check() -> None:
+        if asked:
+            raise asked[0]
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, leave)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, leave)
     try:
         for one in lives:
             one.start()
-        yield
+        yield check
     except BaseException:
         with interrupt.ignored(signal.SIGTERM):
             for one in lives:
                 one.abandon()
+        check()
         raise
 
 
@@ -128,10 +147,6 @@ def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[s
         if (reason := engine.poll()) is not None:
             print(f"ds-runtime: {at}: {reason}", file=sys.stderr, flush=True)
     return int(reason is not None)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(0)
 
 
 def _launcher(server: ServerConfig) -> Launch:
@@ -181,8 +196,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; ConfigError with the remedy when the address cannot be had."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as e:
-        raise ConfigError(f"--host {host}: {e.strerror}; give an address of this machine") from e
+    except (OSError, UnicodeError) as e:  # the latter for parts of a name that none has
+        why = e.strerror if isinstance(e, OSError) else "is no name of a host"
+        raise ConfigError(f"--host {host}: {why}; give an address of this machine") from e
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:  # event loops switch Nagle's algorithm off only where the protocol is named
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -146,7 +146,10 @@ class Told:
 
 @pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["as it is made", "before it handles signals"])
+@pytest.mark.parametrize(
+    "moment",
+    ["as it is made", "before it handles signals", "a library swallows", "a library converts"],
+)
 def test_a_signal_before_the_server_handles_it_ends_the_engines(
     bpe_folder, monkeypatch, moment, number, again
 ):
@@ -154,22 +157,45 @@ def test_a_signal_before_the_server_handles_it_ends_the_engines(
     engines = [Told(again), Told(again)]
 
     def front_end(*given):
-        if moment == "as it is made":
+        if moment == "before it handles signals":
+            return lambda: signal.raise_signal(number)
+        try:
             signal.raise_signal(number)
-        return lambda: signal.raise_signal(number)
+        except BaseException as e:
+            if moment == "a library converts":  # as pydantic does where it makes a schema
+                raise ValueError(f"made of {e!r}") from None
+            if moment == "as it is made":
+                raise
+        return lambda: pytest.fail("it serves")
 
     monkeypatch.setattr(front_module, "front_end", front_end)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    raised = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
+        with pytest.raises(raised):
             serve_module.serve(
                 EngineConfig(model=str(bpe_folder), dp=2),
                 ServerConfig(port=0),
                 launch=lambda config, folder, explicit, replica: engines[replica],
             )
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
     assert [one.said for one in engines] == [["start", "stop 0.0"]] * 2
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("no.such.invalid", " ", "a" * 64, "a..b", "..", "ex ample", "ü" * 70),
+        *("http://127.0.0.1", "127.0.0.1:80", "[::1]", "999.1.1.1"),
+    ],
+)
+def test_what_is_no_host_of_this_machine_is_said(host):
+    with pytest.raises(ConfigError) as caught:
+        listen(host, 0)
+    assert str(caught.value).startswith(f"--host {host}: ")
+    assert str(caught.value).endswith("; give an address of this machine")
 
 
 def test_an_engine_that_does_not_start_gives_its_reason(bpe_folder):

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.paths import user_path
 from ds_runtime.kv.tiers.copies import HostCopies
 from ds_runtime.kv.tiers.disk import PATIENCE, Disk
 from ds_runtime.kv.tiers.folder import DiskFolder
@@ -128,4 +129,4 @@ def follower_of(config: EngineConfig, rank: int, memory: HostCopies) -> DiskFoll
 
 def _folder(config: EngineConfig) -> DiskFolder:
     assert config.disk_cache is not None
-    return DiskFolder(Path(config.disk_cache).expanduser(), config.disk_cache_size)
+    return DiskFolder(user_path(config.disk_cache, "--disk-cache"), config.disk_cache_size)

@@ -46,8 +46,9 @@ def check_limit(config: EngineConfig) -> None:
 
 
 def connections() -> tuple[int, int]:
-    """(connections that fit beside what is open now, how many more may be accepted to refuse them)
-    once the limit is as high as it may be."""
+    """(connections that fit, how many more may be accepted to refuse them), from the limit and from
+    what is open now. Raises the limit first.
+    """
     raise_limit()
     free = limit() - _open_now() - _FILES
     crowd = min(max(_CROWD[0], free // 3), _CROWD[1])

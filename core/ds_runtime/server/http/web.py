@@ -91,8 +91,8 @@ class Door:
             return
         self._told = now
         _log.warning(
-            "no descriptor is left for more connections: new requests get a 503 until some of the "
-            "%d end; for more, raise the limit of open files (ulimit -n), which is %d",
+            "no descriptor is left for more connections: requests get a 503 until some of the %d "
+            "end. The limit of open files is %d: raise it, as by ulimit -n",
             count,
             descriptors.limit(),
         )
@@ -234,7 +234,7 @@ class Connection(HttpToolsProtocol):
         self._go_on()
 
     def settle(self, turns: int) -> None:
-        """It is not idle until so many turns of the loop have shown that it asks nothing yet."""
+        """It is idle only after `turns` of the loop have shown that it asks nothing yet."""
         if self not in self.door.unread:
             return
         if turns:
