@@ -231,6 +231,14 @@ class Front:
                     return True
         return False
 
+    def ask(self):
+        """Ask for three tokens."""
+        import mortal
+
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        prompt = list(range(5, 5 + mortal.PROMPT))
+        self.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
+
     def close(self):
         self.engine.stop()
         self.context.destroy(linger=0)
@@ -240,8 +248,6 @@ class Front:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch, phase, rank):
-    import mortal
-
     how = SERVED[phase][rank]
     env, at = environment(tmp_path, rank, phase, how)
     for name, value in env.items():
@@ -252,10 +258,7 @@ def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch
             serves = front.until(Ready)
             assert serves is (phase in PHASES[3:]), front.engine.poll()
             if serves:
-                params = SamplingParams(max_tokens=3, ignore_eos=True)
-                prompt = list(range(5, 5 + mortal.PROMPT))
-                asked = Submit(rid="a", prompt=prompt, params=params, seed=1)
-                front.outbox.send(encoder.encode(asked))
+                front.ask()
                 assert front.until(Tokens) is (phase != "prefill")
             if phase == "close":
                 front.engine.stop()

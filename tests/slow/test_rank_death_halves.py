@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from test_rank_death import Front, check_end, check_told, environment, plugin
-from test_rank_stopped import ask
 
 from ds_runtime.engine.messages import Ready, Tokens
 from ds_runtime.engine.process.transport import private_folder
@@ -25,7 +24,7 @@ def check(tmp_path, monkeypatch, phase, rank, how, **more):
         front = Front(folder, phase, dist_timeout=TIMEOUT if how == "sleep" else 60, **more)
         try:
             assert front.until(Ready), front.engine.poll()
-            ask(front)
+            front.ask()
             assert front.until(Tokens) is (phase == "decode")
             assert not front.until(())
             check_told(front.engine.poll(), rank, phase, how)

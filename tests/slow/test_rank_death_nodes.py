@@ -11,10 +11,9 @@ import pytest
 from test_rank_death import LIMIT, PHASES, Front, check_end, check_told, environment, family, plugin
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.messages import Ready, Submit, Tokens, encoder
+from ds_runtime.engine.messages import Ready, Tokens
 from ds_runtime.engine.process.launch import EngineProcesses
 from ds_runtime.engine.process.transport import private_folder
-from ds_runtime.sampling_params import SamplingParams
 
 __all__ = ["plugin"]
 CASES = {  # phase → how, communicator, of rank 0 and of rank 1
@@ -73,8 +72,6 @@ def nodes(phase, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", CASES)
 def test_both_nodes_learn_why_and_end(tmp_path, monkeypatch, phase, rank):
-    import mortal
-
     how = CASES[phase][rank]
     env, at = environment(tmp_path, rank, phase, how)
     for name, value in env.items():
@@ -83,9 +80,7 @@ def test_both_nodes_learn_why_and_end(tmp_path, monkeypatch, phase, rank):
         serves = both.until(Ready)
         assert serves is (phase in PHASES[3:]), both.engine.poll()
         if serves:
-            params = SamplingParams(max_tokens=3, ignore_eos=True)
-            prompt = list(range(5, 5 + mortal.PROMPT))
-            both.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
+            both.ask()
             assert both.until(Tokens) is (phase != "prefill")
         if phase == "close":
             both.engine.stop()
@@ -112,8 +107,6 @@ def told(said, node, rank, phase, how):
 @pytest.mark.slow
 def test_the_first_cause_is_read_on_every_node_of_several(tmp_path, monkeypatch):
     """The one that was killed breaks the connections of the others, who fail as well."""
-    import mortal
-
     env, at = environment(tmp_path, 2, "decode", "kill gloo")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -137,9 +130,7 @@ def test_the_first_cause_is_read_on_every_node_of_several(tmp_path, monkeypatch)
         Front.__init__(front, folders[0], "decode")
         try:
             assert front.until(Ready), front.engine.poll()
-            params = SamplingParams(max_tokens=3, ignore_eos=True)
-            prompt = list(range(5, 5 + mortal.PROMPT))
-            front.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
+            front.ask()
             assert front.until(Tokens) and not front.until(())
             for one in others:
                 assert one.over.wait(LIMIT)

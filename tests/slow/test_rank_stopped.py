@@ -22,21 +22,12 @@ from test_rank_death import (
     plugin,
 )
 
-from ds_runtime.engine.messages import Ready, Submit, Tokens, encoder
+from ds_runtime.engine.messages import Ready, Tokens
 from ds_runtime.engine.process.transport import private_folder
-from ds_runtime.sampling_params import SamplingParams
 
 __all__ = ["plugin"]
 pytestmark = pytest.mark.slow
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-
-
-def ask(front):
-    import mortal
-
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    prompt = list(range(5, 5 + mortal.PROMPT))
-    front.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +54,7 @@ def test_others_may_wait_or_spin_in_a_collective(tmp_path, monkeypatch, phase, r
             serves = front.until(Ready)
             assert serves is (phase in ("prefill", "decode")), front.engine.poll()
             if serves:
-                ask(front)
+                front.ask()
                 assert front.until(Tokens) is (phase != "prefill")
                 assert not front.until(())
             check_told(front.engine.poll(), rank, phase, how.split()[0])
@@ -105,7 +96,7 @@ def test_one_that_is_continued_in_time_goes_on(tmp_path, monkeypatch):
             for pid in front.engine.pids:
                 os.kill(pid, signal.SIGCONT)
             time.sleep(6)
-            ask(front)
+            front.ask()
             assert front.until(Tokens), front.engine.poll()
         finally:
             front.close()

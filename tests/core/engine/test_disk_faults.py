@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 import pytest
+from hanging import Hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_disk_tier import NAME, HostBytes, named, views
@@ -104,15 +105,7 @@ def test_closing_counts_what_has_never_been_on_its_way(tmp_path_factory, saved, 
     """With write_back the device alone has pages: those that come after the disk hangs, too."""
     folder = DiskFolder(tmp_path_factory.mktemp("d") / "cache", 10**6)
     tier = HostTier(host, host, BACK, own_root)
-    release, write, begun = threading.Event(), folder.write, list[bytes]()
-
-    def stuck(name, *given):
-        begun.append(name)
-        if len(begun) > hangs:
-            release.wait(60)
-        return write(name, *given)
-
-    folder.write = stuck
+    writes = Hangs(folder, "write", lambda number: number > hangs)
     tier.disk = disk = Disk(folder, DiskHand(folder, HostBytes(host)))
     nodes = [Node(Node(None, (), -1), (number,), number) for number in range(saved)]
     for number, node in enumerate(nodes):
@@ -130,7 +123,7 @@ def test_closing_counts_what_has_never_been_on_its_way(tmp_path_factory, saved, 
         try:
             Disks([disk]).close(settle, lambda: tier.unsettled)
         finally:
-            release.set()
+            writes.release.set()
     left = max(0, saved - hangs)
     assert f": {left} pages were not written" in text.getvalue() or not left
     assert text.getvalue().count("warning") == (left > 0)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_device import LONG, asked
+from hanging import Hangs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_model import ToyDevice, toy
@@ -410,15 +411,7 @@ def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
     """Writes from number `hangs` on do not come back before the test lets them."""
     monkeypatch.setattr("ds_runtime.kv.tiers.disks.PATIENCE", 0.5)
     folder, slots = DiskFolder(tmp_path / "cache", 10**6), TierSlots(40)
-    release, write, begun = threading.Event(), folder.write, list[bytes]()
-
-    def stuck(name, *given):
-        begun.append(name)
-        if len(begun) > hangs:
-            release.wait(30)
-        return write(name, *given)
-
-    folder.write = stuck
+    writes = Hangs(folder, "write", lambda number: number > hangs)
     disk = Disk(folder, DiskHand(folder, HostBytes(40)))
     for number in range(20):  # a quarter of the slots may be on its way at a time
         disk.save(slots, "page", slots.take(named(number)), named(number))
@@ -427,12 +420,12 @@ def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
         Disks([disk]).close(settle=lambda: False, unsettled=lambda: 0)
         took = time.monotonic() - begin
     finally:
-        release.set()
+        writes.release.set()
     assert 0.4 < took < 5
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: --disk-cache {folder.folder}: {20 - hangs} pages were not")
     disk._hands._writer.close()
-    assert len(begun) == hangs + 1, "what had not begun is left out"
+    assert len(writes.begun) == hangs + 1, "what had not begun is left out"
 
 
 @pytest.mark.parametrize("hung", [1, 4, 20])
@@ -440,16 +433,9 @@ def test_closing_waits_for_a_disk_that_hangs_so_long_and_says_what_was_left(
 def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
     """Rank 0 and others alike: those that have not begun never do."""
     folder, slots = DiskFolder(tmp_path / "cache", 10**6), TierSlots(30)
-    release, begun, read = threading.Event(), list[bytes](), folder.read
     for number in range(hung):
         folder.write(named(number), "page", views(bytes(100)))
-
-    def stuck(name, *given):
-        begun.append(name)
-        release.wait(30)
-        return read(name, *given)
-
-    folder.read = stuck
+    reads = Hangs(folder, "read")
     hand = DiskHand(folder, HostBytes(30))
     disk, follower = Disk(folder, hand), DiskFollower(hand, 0)
     for number in range(hung):
@@ -459,7 +445,7 @@ def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
             wanted = [(slots, "page", named(number), partial(slots.adopt, named(number)))]
             disk.fetch([], lambda _, wanted=wanted: wanted)
     begin = time.monotonic()
-    while len(begun) < min(hung, 4):
+    while len(reads.begun) < min(hung, 4):
         assert time.monotonic() < begin + 20
         disk.poll(seconds=0.01)
     begin = time.monotonic()
@@ -468,12 +454,12 @@ def test_closing_leaves_reads_that_hang(tmp_path, hung, follows):
         took = time.monotonic() - begin
         assert len(slots._reserved) == (0 if follows else min(hung, 4)), "threads fill these yet"
     finally:
-        release.set()
+        reads.release.set()
     assert took < 5
     hand._readers.close()
     disk.poll()
     slots.check()
-    assert not disk.lags and not slots._reserved and len(begun) == min(hung, 4)
+    assert not disk.lags and not slots._reserved and len(reads.begun) == min(hung, 4)
 
 
 @given(
@@ -491,15 +477,7 @@ def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, p
         asked(first, str(number), [number, *LONG], max_tokens=4)
     disk.close()
     rig, disk = engine(top, known)
-    release, answers, begun = threading.Event(), getattr(disk.folder, way), list[bytes]()
-
-    def stuck(name, *given):
-        begun.append(name)
-        if len(begun) <= hung:
-            release.wait(60)
-        return answers(name, *given)
-
-    setattr(disk.folder, way, stuck)
+    answers = Hangs(disk.folder, way, lambda number: number <= hung)
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ds_runtime.kv.tiers.disk.LONGEST", 0.3)
@@ -515,7 +493,7 @@ def test_one_prompt_waits_for_a_disk_that_hangs_and_no_other(tmp_path_factory, p
             for turn, number in enumerate(prompts):
                 asked(rig, str(turn), [number, *LONG, turn], max_tokens=1)
         finally:
-            release.set()
+            answers.release.set()
         assert waits[0] and not any(waits[1:]) and len(waits) >= len(prompts)
     assert time.monotonic() < begin + 30, "a step has waited for the disk"
     below.fetch = fetch
@@ -612,15 +590,11 @@ def test_what_is_forgotten_nobody_reads_from_then_on(tmp_path, part, kinds):
 def test_a_disk_that_deletes_nothing_holds_no_step_up(tmp_path_factory, kinds):
     """And what is to be deleted is not read, though it is there."""
     folder = DiskFolder(tmp_path_factory.mktemp("d") / "cache", 10**6)
-    hand, release, forget = DiskHand(folder, HostBytes(1)), threading.Event(), folder.forget
+    hand = DiskHand(folder, HostBytes(1))
     for kind in ("page", "state"):
         hand.write(kind, 0, NAME).result(10)
 
-    def stuck(*given):
-        release.wait(60)
-        forget(*given)
-
-    folder.forget, begin = stuck, time.monotonic()
+    forgets, begin = Hangs(folder, "forget"), time.monotonic()
     hand.forget(NAME, kinds)
     try:
         assert time.monotonic() < begin + 20
@@ -628,7 +602,7 @@ def test_a_disk_that_deletes_nothing_holds_no_step_up(tmp_path_factory, kinds):
             assert folder.has(NAME, kind)
             assert hand.read(kind, 0, NAME).result(10) == (LOST if kind in kinds else 100)
     finally:
-        release.set()
+        forgets.release.set()
     hand.close()
     assert {kind for kind in ("page", "state") if folder.has(NAME, kind)} == {
         "page",

@@ -76,7 +76,7 @@ class Submission:
             )
 
     def check_ids(self, taken: Container[str], caller: Caller) -> None:
-        """RequestError for an id that a request of this caller has, or that stands twice."""
+        """RequestError for an id that a request of this caller has, or that is given twice."""
         given = [one for one in (self.rid, *(each.rid for each in self.own)) if one is not None]
         for one in given:
             if caller.own(one) in taken:
