@@ -62,8 +62,8 @@ PARTS = {
     "answers were not compared, *unrun* on four",
     "every collective (`conform --ranks`)": "*ran on* CPUs and on two H200s; with 4 ranks, which "
     "shared one H200 (NCCL 2.31.2)",
-    "a rank that dies (a sentence, and the end of all)": "*ran on* CPUs; in every phase with 2 ranks "
-    "over NCCL, which shared one H200",
+    "a rank that dies (a sentence, and the end of all)": "*ran on* CPUs; in every phase with 2 "
+    "ranks over NCCL, which shared one H200",
     "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
     "*unrun* on GPUs",
 }
