@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from itertools import accumulate
 
 import pytest
@@ -136,5 +137,27 @@ def test_an_engine_says_why_no_step_is_divided():
 
 @pytest.mark.parametrize("share", [-0.1, 0.6, 1.0, float("nan")])
 def test_a_share_that_no_half_can_have_is_refused(share):
-    with pytest.raises(ConfigError, match=r"--tbo-token-distribution-threshold .*0 to 0\.5"):
-        EngineConfig(tbo_token_distribution_threshold=share)
+    said = "must be a finite number" if share != share else r"must be from 0 to 0\.5"
+    with pytest.raises(ConfigError, match=f"--tbo-token-distribution-threshold {share:g}: {said}"):
+        EngineConfig(enable_two_batch_overlap=True, tbo_token_distribution_threshold=share)
+
+
+NEEDING = [
+    *(("dbo_prefill_token_threshold", value) for value in (2, 1024, 2**31 - 1)),
+    *(("tbo_token_distribution_threshold", value) for value in (0, 0.0, 0.25, 0.48, 0.5)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NEEDING)
+@pytest.mark.parametrize("off", [{}, {"enable_two_batch_overlap": False}], ids=str)
+def test_a_threshold_that_would_do_nothing_is_refused(name, value, off):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value}, **off)
+    assert str(caught.value) == f"{flag} {value}: needs --enable-two-batch-overlap, too"
+    EngineConfig(**{name: value}, enable_two_batch_overlap=True)
+
+
+def test_every_threshold_of_halves_needs_them():
+    told = {f.name for f in fields(EngineConfig) if re.match("[dt]bo_", f.name)}
+    assert told == {name for name, _ in NEEDING}
