@@ -130,7 +130,16 @@ def test_an_engine_says_why_no_step_is_divided():
         (EngineConfig(tp=4, dp=2, enable_dp_attention=True, **on), False, "--enable-dp-attention"),
         (EngineConfig(tp=2, batch_invariant=True, **on), False, "--batch-invariant"),
         (EngineConfig(tp=2, **on), True, "V4"),
-        (EngineConfig(tp=2, **on, **long), False, "--max-step-tokens 2048 are fewer than .* 5000"),
+        (
+            EngineConfig(tp=2, **on, **long),
+            False,
+            "--max-step-tokens 2048 is fewer than .*threshold 5000",
+        ),
+        (
+            EngineConfig(tp=2, max_step_tokens=1, **on),
+            False,
+            "^--max-step-tokens 1 is fewer than the 2 that a divided step needs$",
+        ),
     ):
         assert Halves.of(config, hybrid) is None and re.search(said, why_not(config, hybrid))
 

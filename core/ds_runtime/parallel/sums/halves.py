@@ -79,5 +79,8 @@ def why_not(config: EngineConfig, hybrid: bool) -> str:
     if hybrid:
         return "models of the V4 family have no such steps"
     if (most := config.max_step_tokens) < (least := _least(config)):
-        return f"--max-step-tokens {most} are fewer than --dbo-prefill-token-threshold {least}"
+        given = config.dbo_prefill_token_threshold
+        needed = f"the {least} that a divided step needs"
+        needed = needed if given is None else f"--dbo-prefill-token-threshold {given}"
+        return f"--max-step-tokens {most} is fewer than {needed}"
     return ""
