@@ -55,6 +55,7 @@ class Plan:
     sum_sizes: str = ""  # the same without why, "" where the library's serve all
     gathered: int = 0  # bytes of logits up to which one kernel gathers them
     halves: str = ""  # which steps with prompts run as two halves
+    undivided: str = ""  # why none does, where that was asked
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,15 +63,15 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        maybe = ("given_up", "sums", "sum_sizes", "gathered", "halves")
+        maybe = ("given_up", "sums", "sum_sizes", "gathered", "halves", "undivided")
         left = {name for name in maybe if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
 
     def digest(self) -> str:
-        """Hash of all that must agree between ranks: of sums that is which sizes each kind serves,
-        not why."""
-        compared = {k: v for k, v in self._said().items() if k != "sums"}
+        """Hash of all that must agree between ranks: which sizes each kind of sum serves and which
+        steps are divided, not why."""
+        compared = {k: v for k, v in self._said().items() if k not in ("sums", "undivided")}
         text = json.dumps(compared, sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -211,7 +212,7 @@ def render(plan: Plan, verbose: bool = False) -> str:
     lines = [head]
     for name, old_new, plugin, because in plan.changes:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
-    lines += [plan.sums] if plan.sums else []
+    lines += [said for said in (plan.sums, plan.halves, plan.undivided) if said]
     lines += [f"gives up for --batch-invariant: {said}" for said in plan.given_up]
     if not verbose:
         for op, kernels in _by_op(plan.rows).items():

@@ -129,6 +129,7 @@ class Assembly:
             sum_sizes=str(self.sums.sizes) if self.sums.sizes.upto else "",
             gathered=self.sums.gathered,
             halves=str(self.halves or ""),
+            undivided=self._undivided(),
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 
@@ -159,11 +160,14 @@ class Assembly:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         if self.sums.gathered:
             said.append(f"one kernel gathers logits of up to {spelled(self.sums.gathered)}")
-        if self.config.enable_two_batch_overlap:
-            why = why_not(self.config, self.model.hybrid is not None)
-            nothing = f"--enable-two-batch-overlap changes nothing: {why}"
-            said.append(nothing if why else str(self.halves))
+        said += [line for line in (str(self.halves or ""), self._undivided()) if line]
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
+
+    def _undivided(self) -> str:
+        """Why no step runs as two halves, in a sentence; "" where some do, or nobody asked."""
+        why = why_not(self.config, self.model.hybrid is not None)
+        asked = self.config.enable_two_batch_overlap
+        return f"--enable-two-batch-overlap changes nothing: {why}" if asked and why else ""
 
     @cached_property
     def caches(self) -> tuple[LaidGroup, ...]:

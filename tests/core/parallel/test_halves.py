@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from itertools import accumulate
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.step.halves import divided, rows_of
 from ds_runtime.engine.step.plan import Work
@@ -170,3 +172,33 @@ def test_a_threshold_that_would_do_nothing_is_refused(name, value, off):
 def test_every_threshold_of_halves_needs_them():
     told = {f.name for f in fields(EngineConfig) if re.match("[dt]bo_", f.name)}
     assert told == {name for name, _ in NEEDING}
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "line"),
+    [
+        ("demo", "--tp 2", "steps with 1024 tokens of prompts or more run as two halves, "),
+        (
+            "demo",
+            "--tp 2 --dbo-prefill-token-threshold 9 --tbo-token-distribution-threshold 0",
+            "steps with 9 tokens of prompts or more run as two halves, divided between sequences",
+        ),
+        ("demo", "", "--enable-two-batch-overlap changes nothing: there is one rank"),
+        ("demo", "--tp 2 --batch-invariant", "--enable-two-batch-overlap changes nothing: "),
+        ("demo", "--tp 2 --enable-dp-attention", "--enable-two-batch-overlap changes nothing: "),
+        ("demo-v4", "--tp 2", "--enable-two-batch-overlap changes nothing: models of the V4"),
+    ],
+)
+def test_a_plan_says_which_steps_are_divided(model, words, line, capsys):
+    """In one line, for people and as JSON; nothing where nobody asked."""
+    given = ["plan", "--model", model, "--platform", "cpu", *words.split()]
+    assert main([*given, "--enable-two-batch-overlap"]) == 0
+    said = [one for one in capsys.readouterr().out.splitlines() if "halves" in one or "two-" in one]
+    assert len(said) == 1 and said[0].startswith(line), said
+    assert main([*given, "--enable-two-batch-overlap", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["halves" if line.startswith("steps") else "undivided"] == said[0]
+    if "threshold" not in words:
+        assert main(given) == 0
+        out = capsys.readouterr().out
+        assert "halves" not in out and "two-batch" not in out
