@@ -14,6 +14,18 @@ from ds_runtime.ops.binding.notes import Decision
 from ds_runtime.ops.table import OPS
 
 FORMAT = 1
+_FLAGS = {  # that set what a plan says, so that a difference names what to change
+    "model": "--model",
+    "platform": "--platform",
+    "dtype": "--dtype",
+    "kv_dtype": "--kv-cache-dtype",
+    "index_dtype": "--index-cache-dtype",
+    "page_size": "--page-size",
+    "tp": "--tp",
+    "attn_dp": "--enable-dp-attention, groups",
+    "ep": "--ep",
+    "halves": "--enable-two-batch-overlap",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ def _ranges(numbers: list[int]) -> str:
 def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Sentences about what differs between two plans as dicts; empty if nothing does."""
     said = [
-        f"{key}: {here!r} here, {there!r} there"
+        f"{_FLAGS.get(key, key)}: {_shown(key, here)} here, {_shown(key, there)} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
             *("page_size", "tp", "attn_dp", "ep", "gathered", "halves"),
@@ -156,6 +168,10 @@ def _told(plan: Mapping[str, Any], key: str) -> Any:
     return plan.get(key, {"ep": 1, "sum_sizes": "", "gathered": 0, "halves": ""}.get(key))
 
 
+def _shown(key: str, value: Any) -> str:
+    return "off" if key == "halves" and not value else repr(value)
+
+
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
     return {f"{r['op']} at {s}": r["kernel"] for r in plan.get("rows", ()) for s in r["sites"]}
 
@@ -165,8 +181,8 @@ def check_against(plan: Plan, path: str) -> None:
     mine = json.loads(json.dumps(plan.to_dict(), default=list))
     if said := difference(mine, read_plan(path)):
         raise ConfigError(
-            f"--plan {path}: the binding differs: " + "; ".join(said) + "; if that is meant, "
-            f"lock again: ds-runtime plan lock {path}"
+            f"--plan {path}: the plan differs: " + "; ".join(said) + "; if that is meant, lock "
+            f"again: ds-runtime plan lock {path}, with the flags of this command"
         )
 
 
