@@ -59,8 +59,8 @@ PARTS = {
     "delay of the last rank (`/metrics`)": "*ran on* CPUs, captured too: names a rank that was "
     "made slow; measured on two H200s, where none was made slow",
     "prompts in two halves (`--enable-two-batch-overlap`)": "*ran on* CPUs, *unrun* on GPUs",
-    "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
-    "*unrun* on GPUs",
+    "bytes that a rank receives (`/metrics`)": "by arithmetic, without draft layers "
+    "and with all rows in the last FFN: *ran on* CPUs, *unrun* on GPUs",
 }
 COSTS = {
     "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",
