@@ -20,10 +20,9 @@ from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
-from ds_runtime.parallel.mesh import LINE, MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, OVERLAPPED, SumSizes, received
-
-_GROUP = 128  # values that have a scale
+from ds_runtime.parallel.sums.sizes import LINE, MANY, SCALED_BY
 
 
 def takes_codes(assembly: Assembly) -> bool:
@@ -79,7 +78,7 @@ class Crossing:
         if mesh.ep > 1 and mesh.attn_dp > 1:
             routed = sum(map(model.is_moe, range(model.layers)))
             if takes_codes(assembly):
-                coded = width - width // item - 4 * (width // item // _GROUP)
+                coded = width - width // item - 4 * (width // item // SCALED_BY)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
         choices += -(width - coded + choices) % LINE
         return Crossing(

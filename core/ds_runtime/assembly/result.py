@@ -21,9 +21,10 @@ from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
-from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.halves import Halves, why_not
 from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, ONE_SHOT, Sums, spelled
+from ds_runtime.parallel.sums.sizes import MANY
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
