@@ -147,8 +147,8 @@ def figures(rank: int, args: argparse.Namespace, address: str) -> Iterator[dict[
     import torch
 
     from ds_runtime.engine.process.entry import enter
-    from ds_runtime.parallel.mesh import MANY
     from ds_runtime.parallel.sums.in_order import InOrder
+    from ds_runtime.parallel.sums.sizes import MANY
     from ds_runtime.plugins.manager import load_plugins
     from ds_runtime.plugins.select_platform import select_platform
 

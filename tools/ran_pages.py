@@ -64,8 +64,8 @@ PARTS = {
     "shared one H200 (NCCL 2.31.2)",
     "a rank that dies (a sentence, and the end of all)": "*ran on* CPUs; in every phase with 2 "
     "ranks over NCCL, which shared one H200",
-    "bytes that a rank receives (`/metrics`)": "by arithmetic: equal to counted ones on CPUs, "
-    "*unrun* on GPUs",
+    "bytes that a rank receives (`/metrics`)": "by arithmetic, without draft layers "
+    "and with all rows in the last FFN: *ran on* CPUs, *unrun* on GPUs",
 }
 COSTS = {
     "`tune costs`, `tune comm`": "*ran on* CPUs and on two H200s, *unrun* on other devices",

@@ -678,11 +678,11 @@ def test_digest_and_difference_see_another_kernel(sites) -> None:
     assert difference(one.to_dict(), one.to_dict()) == []
     other = plan_of(bind(sites), kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
     assert difference(plan_of(bind(sites)).to_dict(), other.to_dict()) == [
-        "kv_dtype: 'float32' here, 'float8_e4m3fn' there",
-        "index_dtype: '' here, 'float8_e4m3fn' there",
+        "--kv-cache-dtype: 'float32' here, 'float8_e4m3fn' there",
+        "--index-cache-dtype: '' here, 'float8_e4m3fn' there",
     ]
     assert difference(one.to_dict(), plan_of(bind(sites), tp=2).to_dict()) == [
-        "tp: 1 here, 2 there"
+        "--tp: 1 here, 2 there"
     ]
 
 

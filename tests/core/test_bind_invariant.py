@@ -20,9 +20,10 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import decide_all, refusals
 from ds_runtime.ops.contract import Gates, Offers, Site
 from ds_runtime.ops.kernel import Layout, Promises
-from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.in_order import InOrder
 from ds_runtime.parallel.sums.kinds import Sums
+from ds_runtime.parallel.sums.sizes import MANY
 from ds_runtime.parallel.world import World
 
 V3 = Path(__file__).parents[1] / "launch_lines" / "configs"

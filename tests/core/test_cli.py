@@ -544,8 +544,44 @@ def test_lock_diff_and_hold_to_a_plan(capsys: Capture, tiny: str, tmp_path: Path
     assert "mla_prologue at layers.0-2.self_attn" in out and "reference.mla_prologue there" in out
     assert run(capsys, "plan", "--model", tiny, "--plan", a)[0] == 0
     code, _, err = run(capsys, "plan", "--model", tiny, "--plan", b)
-    assert code == 1 and "the binding differs: " in err and "mla_prologue at" in err
+    assert code == 1 and "the plan differs: " in err and "mla_prologue at" in err
     assert run(capsys, "plan", "lock", str(tmp_path / "no" / "x"), "--model", tiny)[0] == 1
+
+
+HALVES = "'steps with 1024 tokens of prompts or more run as two halves"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tp 2", "--tp: 2 here, 1 there"),
+        ("--tp 2 --enable-dp-attention", "--enable-dp-attention, groups: 2 here, 1 there"),
+        ("--tp 2 --ep 2", "--ep: 2 here, 1 there"),
+        ("--tp 2 --enable-two-batch-overlap", f"--enable-two-batch-overlap: {HALVES}"),
+        ("--dtype bfloat16", "--dtype: 'bfloat16' here, 'float32' there"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'float8_e4m3fn' here, 'float32' there"),
+        ("--page-size 32", "--page-size: 32 here, 16 there"),
+    ],
+)
+def test_a_plan_that_differs_names_the_flag(
+    words: str, said: str, capsys: Capture, tmp_path: Path
+) -> None:
+    """And the remedy keeps the flags of the command: as said, it locks what then holds."""
+    locked, given = str(tmp_path / "a.json"), ["--model", "demo", "--platform", "cpu"]
+    base = [*given, "--dtype", "float32"]
+    assert run(capsys, "plan", "lock", locked, *base)[0] == 0
+    now = [*base, *words.split()] if "--dtype" not in words else [*given, *words.split()]
+    code, _, err = run(capsys, "plan", *now, "--plan", locked)
+    assert code == 1 and said in err and f"--plan {locked}: the plan differs: " in err
+    if "overlap" in words:
+        assert run(capsys, "plan", "lock", locked, *base, "--tp", "2")[0] == 0
+        err = run(capsys, "plan", *now, "--plan", locked)[2]
+        assert f"--enable-two-batch-overlap: {HALVES}" in err and ", 'off' there" not in err
+        assert " here, off there; " in err
+    remedy = f"lock again: ds-runtime plan lock {locked}, with the flags of this command"
+    assert err.rstrip().endswith(remedy)
+    assert run(capsys, "plan", "lock", locked, *now)[0] == 0
+    assert run(capsys, "plan", *now, "--plan", locked)[0] == 0
 
 
 def test_a_user_setting_reaches_the_plan_as_explicit(

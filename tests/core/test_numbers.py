@@ -96,7 +96,7 @@ def bounds(said: str) -> list[Callable[[float], bool]]:
     """What a sentence says that a number must be."""
     checks: list[Callable[[float], bool]] = []
     for word, number in re.findall(r"(above|at least|at most|from|to) (-?[\d.]*\d)", said):
-        limit = float(number)
+        limit = float(number) if "." in number else int(number)
         checks.append(
             {
                 "above": lambda x, limit=limit: x > limit,
@@ -122,6 +122,26 @@ def test_what_a_refusal_asks_for_is_not_what_was_given(config: Any, field: Field
             asked = bounds(said.partition(": ")[2])
             if said.startswith(flag) and asked and ": must be" in said:
                 assert not all(fits(value) for fits in asked), said
+
+
+INT_FIELDS = [(c, f) for c, f in NUMBERS if "float" not in str(f.type)]
+
+
+@pytest.mark.parametrize(("config", "field"), INT_FIELDS, ids=map(named, INT_FIELDS))
+def test_a_whole_number_fits_where_it_goes(config: Any, field: Field[Any]) -> None:
+    """Settings go to other processes, which take 64 bits, and kernels take 32. The sentence names
+    the flag, the value and a limit that holds."""
+    several = "tuple" in str(field.type)
+    bits = 64 if field.metadata.get("size") else 32
+    for value in (2 ** (bits - 1), 2**64, 10**20, 10**400):
+        with pytest.raises(ConfigError) as caught:
+            config(**{field.name: (1, value) if several else value})
+        said = str(caught.value)
+        flag, given = f"--{field.name.replace('_', '-')}", f"1,{value}" if several else value
+        assert said.startswith(f"{flag} {given}: "), said
+        assert (limits := bounds(said.partition(": ")[2])), said
+        assert not all(fits(value) for fits in limits), "another limit is named"
+        assert any(all(fits(kept) for fits in limits) for kept in (2, 63)), said
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ REFUSED = {  # as docs/support.md calls them
     (("bits", "invariant"), ("form", "expanded")): ("`--disable-mla`", "`--batch-invariant`"),
     (("form", "expanded"), ("model", "sparse")): ("`--disable-mla`", "sparse attention"),
 }
-IDLE = {  # one of them then changes nothing, and the plan says so
+IDLE = {  # one of them then changes nothing, as `ds-runtime plan` says
     (("attention", "by sequences"), ("steps", "halves")),
     (("bits", "invariant"), ("steps", "halves")),
 }

@@ -148,7 +148,7 @@ def test_plans_differ_in_how_attention_is_divided(tiny):
     divided = assemble(config_of(tiny, 2))
     by_heads = assemble(replace(divided.config, enable_dp_attention=False))
     plans = [json.loads(json.dumps(a.plan.to_dict(), default=list)) for a in (divided, by_heads)]
-    assert "attn_dp: 2 here, 1 there" in difference(*plans)
+    assert "--enable-dp-attention, groups: 2 here, 1 there" in difference(*plans)
     assert "tp 2, attention by sequences in 2 groups" in render(divided.plan)
 
 

@@ -139,9 +139,9 @@ def test_groups_of_attention_on_nodes_of_their_own():
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--dp", "2", "--enable-dp-attention"), "attn_dp: 1 here, 2 there"),
-        (("--page-size", "32"), "page_size: 16 here, 32 there"),
-        (("--ep", "2"), "ep: 1 here, 2 there"),
+        (("--dp", "2", "--enable-dp-attention"), "--enable-dp-attention, groups: 1 here, 2 there"),
+        (("--page-size", "32"), "--page-size: 16 here, 32 there"),
+        (("--ep", "2"), "--ep: 1 here, 2 there"),
     ],
 )
 def test_a_node_that_does_not_fit_ends_both_with_the_reason(tmp_path, more, sentence):
@@ -162,7 +162,7 @@ def test_a_node_that_starts_long_after_a_refusal_reads_it_too(tmp_path):
     with nodes(token, odd, None, token, count=4, tp=4) as (first, second, fourth):
         for one in (second, fourth):
             code, text = said(one, 40)
-            assert code == 1 and "page_size: 16 here, 32 there" in text
+            assert code == 1 and "--page-size: 16 here, 32 there" in text
         first.wait("not started: the ranks decided differently")
         first.wait("node 0 exits in 30 s, and tells nodes that connect until then")
         time.sleep(7)
@@ -170,9 +170,10 @@ def test_a_node_that_starts_long_after_a_refusal_reads_it_too(tmp_path):
         command = list(fourth.process.args)
         command[command.index("--node-rank") + 1] = "2"
         late = subprocess.run(command, capture_output=True, text=True, timeout=40)
-        assert late.returncode == 1 and "page_size: 16 here, 32 there" in late.stdout + late.stderr
+        assert late.returncode == 1
+        assert "--page-size: 16 here, 32 there" in late.stdout + late.stderr
         code, text = said(first, 5)  # everybody knows: it waits no longer
-        assert code == 1 and "page_size: 16 here, 32 there" in text
+        assert code == 1 and "--page-size: 16 here, 32 there" in text
 
 
 @pytest.mark.slow

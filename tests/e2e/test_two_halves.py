@@ -87,7 +87,14 @@ def test_one_prompt_is_divided_inside(tiny):
 
 
 def test_what_divides_no_step_says_so(tiny):
-    with LLM(str(tiny), **{**SETTINGS, "tp": 1}, **HALVES) as llm:
-        said = banner(llm._assembly, llm._engine.runner)
-        assert llm.generate(prompts()[:2], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert "--enable-two-batch-overlap changes nothing: there is one rank" in said
+    params, found = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=1), []
+    nothing = "--enable-two-batch-overlap changes nothing: there is one rank"
+    for own in ({}, HALVES):
+        with LLM(str(tiny), **{**SETTINGS, "tp": 1}, **own) as llm:
+            assert (nothing in banner(llm._assembly, llm._engine.runner)) == bool(own)
+            found.append(llm.generate(prompts()[:2], params))
+    for one, other in zip(*found, strict=True):
+        assert (one.token_ids, logprobs(one.logprobs)) == (
+            other.token_ids,
+            logprobs(other.logprobs),
+        )

@@ -1,10 +1,14 @@
 """What rows of a step cost on their way between ranks: bytes that cross, and bytes that are held.
 
-Bytes that cross are those that one rank receives, in steps whose rows are even over all groups. A
-sum over n ranks brings 2 (n - 1) / n of what is summed. A gather or a scatter of the sum brings (n
-- 1) / n of the whole. A sum of few values in the order of the ranks brings n - 1 of what is summed.
-Backends that send more for the sake of latency are not counted. Bytes held are those of the step in
-which one group has the most rows: every group is filled up to that.
+Bytes that cross are bytes that one rank receives. Every group of ranks is taken to have as many
+rows. Of n ranks a rank receives:
+
+* in a sum, 2 (n - 1) / n of the bytes that are summed;
+* in a gather of rows, or in a sum that is scattered, (n - 1) / n of the bytes of all rows;
+* in a sum of few values in the order of the ranks, n - 1 times the bytes that are summed.
+
+A backend may send more, for the sake of latency; that is not counted. Bytes held are those of the
+largest group's step: all groups are padded to it.
 """
 
 from __future__ import annotations
@@ -16,10 +20,9 @@ from ds_runtime.assembly.estimate import ITEM_BYTES
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.tree import padded
 from ds_runtime.ops.contract import Kernel
-from ds_runtime.parallel.mesh import LINE, MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.kinds import IN_ORDER, LIBRARY_ALONE, OVERLAPPED, SumSizes, received
-
-_GROUP = 128  # values that have a scale
+from ds_runtime.parallel.sums.sizes import LINE, MANY, SCALED_BY
 
 
 def takes_codes(assembly: Assembly) -> bool:
@@ -75,7 +78,7 @@ class Crossing:
         if mesh.ep > 1 and mesh.attn_dp > 1:
             routed = sum(map(model.is_moe, range(model.layers)))
             if takes_codes(assembly):
-                coded = width - width // item - 4 * (width // item // _GROUP)
+                coded = width - width // item - 4 * (width // item // SCALED_BY)
         choices, in_order = 8 * assembly.facts.dims.get("top_k", 0), assembly.config.batch_invariant
         choices += -(width - coded + choices) % LINE
         return Crossing(
@@ -99,7 +102,11 @@ class Crossing:
         across = (groups - 1) / groups * self.width  # a gather over groups, or a scatter of the sum
         logits = (ranks - 1) / ranks * self.logits
         attention, entered, left = inside, across, across + inside
-        row = layers * (attention + entered + left) + left + entered + logits
+        row = layers * (attention + entered + left)  # each layer: attention, then its FFN's rows
+        row += left  # the embedding's sum
+        row += entered  # rows go to the head
+        row += logits  # and every rank's part of their logits comes back
+        # Rows for experts of other groups: with their choices, and as codes where these serve.
         row += self.routed * (groups - 1) / groups * (self.choices - self.coded)
         each = 2 if self.in_order and not few else 1  # of shares, and of their sums
         moves = int(groups > 1)

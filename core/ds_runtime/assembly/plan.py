@@ -14,6 +14,18 @@ from ds_runtime.ops.binding.notes import Decision
 from ds_runtime.ops.table import OPS
 
 FORMAT = 1
+_FLAGS = {  # that set what a plan says, so that a difference names what to change
+    "model": "--model",
+    "platform": "--platform",
+    "dtype": "--dtype",
+    "kv_dtype": "--kv-cache-dtype",
+    "index_dtype": "--index-cache-dtype",
+    "page_size": "--page-size",
+    "tp": "--tp",
+    "attn_dp": "--enable-dp-attention, groups",
+    "ep": "--ep",
+    "halves": "--enable-two-batch-overlap",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class Plan:
     sum_sizes: str = ""  # the same without why, "" where the library's serve all
     gathered: int = 0  # bytes of logits up to which one kernel gathers them
     halves: str = ""  # which steps with prompts run as two halves
+    undivided: str = ""  # why none does, where that was asked
     ep: int = 1  # parts of the routed experts by number
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,15 +75,15 @@ class Plan:
         return {"format": FORMAT, "digest": self.digest(), **self._said()}
 
     def _said(self) -> dict[str, Any]:
-        maybe = ("given_up", "sums", "sum_sizes", "gathered", "halves")
+        maybe = ("given_up", "sums", "sum_sizes", "gathered", "halves", "undivided")
         left = {name for name in maybe if not getattr(self, name)}
         left |= {"ep"} if self.ep == 1 else set()
         return {k: v for k, v in asdict(self).items() if k not in left}
 
     def digest(self) -> str:
-        """Hash of all that must agree between ranks: of sums that is which sizes each kind serves,
-        not why."""
-        compared = {k: v for k, v in self._said().items() if k != "sums"}
+        """Hash of all that must agree between ranks: which sizes each kind of sum serves and which
+        steps are divided, not why."""
+        compared = {k: v for k, v in self._said().items() if k not in ("sums", "undivided")}
         text = json.dumps(compared, sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -127,7 +140,7 @@ def _ranges(numbers: list[int]) -> str:
 def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Sentences about what differs between two plans as dicts; empty if nothing does."""
     said = [
-        f"{key}: {here!r} here, {there!r} there"
+        f"{_FLAGS.get(key, key)}: {_shown(key, here)} here, {_shown(key, there)} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
             *("page_size", "tp", "attn_dp", "ep", "gathered", "halves"),
@@ -155,6 +168,10 @@ def _told(plan: Mapping[str, Any], key: str) -> Any:
     return plan.get(key, {"ep": 1, "sum_sizes": "", "gathered": 0, "halves": ""}.get(key))
 
 
+def _shown(key: str, value: Any) -> str:
+    return "off" if key == "halves" and not value else repr(value)
+
+
 def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
     return {f"{r['op']} at {s}": r["kernel"] for r in plan.get("rows", ()) for s in r["sites"]}
 
@@ -164,8 +181,8 @@ def check_against(plan: Plan, path: str) -> None:
     mine = json.loads(json.dumps(plan.to_dict(), default=list))
     if said := difference(mine, read_plan(path)):
         raise ConfigError(
-            f"--plan {path}: the binding differs: " + "; ".join(said) + "; if that is meant, "
-            f"lock again: ds-runtime plan lock {path}"
+            f"--plan {path}: the plan differs: " + "; ".join(said) + "; if that is meant, lock "
+            f"again: ds-runtime plan lock {path}, with the flags of this command"
         )
 
 
@@ -211,7 +228,7 @@ def render(plan: Plan, verbose: bool = False) -> str:
     lines = [head]
     for name, old_new, plugin, because in plan.changes:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
-    lines += [plan.sums] if plan.sums else []
+    lines += [said for said in (plan.sums, plan.halves, plan.undivided) if said]
     lines += [f"gives up for --batch-invariant: {said}" for said in plan.given_up]
     if not verbose:
         for op, kernels in _by_op(plan.rows).items():

@@ -21,9 +21,10 @@ from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.ops.contracts.caches import FLOAT_ROWS, ROWS, CacheSizes, LaidGroup
-from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.halves import Halves, why_not
 from ds_runtime.parallel.sums.kinds import LIBRARY_SUMS, ONE_SHOT, Sums, spelled
+from ds_runtime.parallel.sums.sizes import MANY
 from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.probe import installed
 from ds_runtime.plugins.manager import Plugins
@@ -129,6 +130,7 @@ class Assembly:
             sum_sizes=str(self.sums.sizes) if self.sums.sizes.upto else "",
             gathered=self.sums.gathered,
             halves=str(self.halves or ""),
+            undivided=self._undivided(),
             given_up=tuple(self._given_up()) if config.batch_invariant else (),
         )
 
@@ -159,11 +161,14 @@ class Assembly:
             said.append(f"{ONE_SHOT} sums are one kernel with the add and the norm after them")
         if self.sums.gathered:
             said.append(f"one kernel gathers logits of up to {spelled(self.sums.gathered)}")
-        if self.config.enable_two_batch_overlap:
-            why = why_not(self.config, self.model.hybrid is not None)
-            nothing = f"--enable-two-batch-overlap changes nothing: {why}"
-            said.append(nothing if why else str(self.halves))
+        said += [line for line in (str(self.halves or ""), self._undivided()) if line]
         return said + ([*self._in_order()] if self.config.batch_invariant else [])
+
+    def _undivided(self) -> str:
+        """Why no step runs as two halves, in a sentence; "" where some do, or nobody asked."""
+        why = why_not(self.config, self.model.hybrid is not None)
+        asked = self.config.enable_two_batch_overlap
+        return f"--enable-two-batch-overlap changes nothing: {why}" if asked and why else ""
 
     @cached_property
     def caches(self) -> tuple[LaidGroup, ...]:

@@ -102,9 +102,10 @@ class EngineConfig:
         "tokens of prompts with which such a step is divided (default: half of --max-step-tokens)",
         least=2,
     )
-    tbo_token_distribution_threshold: float = setting(
-        0.48,
-        "share of a step that each half has at least: else a sequence is divided (0: none ever is)",
+    tbo_token_distribution_threshold: float | None = setting(
+        None,
+        "share of a step's tokens that both halves have if they end between sequences; else one is "
+        "divided, at a multiple of 64 (0: none ever is) (default: 0.48)",
         least=0,
         most=0.5,
     )

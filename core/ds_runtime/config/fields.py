@@ -9,12 +9,16 @@ from typing import Any
 
 from ds_runtime.errors import ConfigError
 
+_MOST = 2**31 - 1  # of a whole number: kernels count rows and tokens in 32 bits
+_MOST_BYTES = 2**63 - 1  # of a size: allocators count in 64 bits
+
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A field. group: the heading in the help of this field and of those that follow. also: what
     words of other engines mean as its value. least, most: the smallest and the largest number.
-    above: what a number must be above. off: of sizes to capture, the flag for none. choices: all
-    values. empty: a text may be empty."""
+    Without `most` a whole one is at most 2^31 - 1, and a size in bytes 2^63 - 1. above: what a
+    number must be above. off: of sizes to capture, the flag for none. choices: all values. empty: a
+    text may be empty."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -67,6 +71,10 @@ def _check_range(flag: str, value: Any, meta: Mapping[str, Any]) -> None:
     """Of a number, or of several, of which there is one."""
     least, most = meta.get("least", -math.inf), meta.get("most", math.inf)
     given = repr(value).removesuffix(".0")
+    limit = _MOST_BYTES if meta.get("size") else _MOST
+    numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if type(one) is int]
+    if "most" not in meta and any(one > limit for one in numbers):
+        raise ConfigError(f"{flag} {','.join(map(str, numbers))}: must be at most {limit}")
     if isinstance(value, tuple):
         if "least" in meta and not all(least <= one for one in value or (-math.inf,)):
             several = ",".join(map(str, value))

@@ -24,6 +24,12 @@ class RankSettings(Protocol):
     @property
     def enable_dp_attention(self) -> bool: ...
     @property
+    def enable_two_batch_overlap(self) -> bool: ...
+    @property
+    def dbo_prefill_token_threshold(self) -> int | None: ...
+    @property
+    def tbo_token_distribution_threshold(self) -> float | None: ...
+    @property
     def nnodes(self) -> int: ...
     @property
     def node_rank(self) -> int: ...
@@ -43,6 +49,16 @@ def check(config: RankSettings) -> None:
         )
     _several(config)
     _bounded(config)
+    _overlapped(config)
+
+
+def _overlapped(config: RankSettings) -> None:
+    for flag, value in (
+        ("--dbo-prefill-token-threshold", config.dbo_prefill_token_threshold),
+        ("--tbo-token-distribution-threshold", config.tbo_token_distribution_threshold),
+    ):
+        if value is not None and not config.enable_two_batch_overlap:
+            raise ConfigError(f"{flag} {value}: needs --enable-two-batch-overlap, too")
 
 
 def _bounded(config: RankSettings) -> None:

@@ -90,8 +90,8 @@ def _sums(config: EngineConfig, platform: Platform, device: DeviceInfo, plugins:
 
 
 def of(costs: Costs, ranks: int) -> SumSizes | None:
-    """What the curves of this number of ranks say; None where the library's or every other one is
-    missing."""
+    """Which kind serves which size, as curves of this many ranks say. None where the library was
+    not measured, or no other kind was."""
     curves = _curves(costs, ranks, (*FAST, LIBRARY))
     return chosen(curves) if LIBRARY in curves and len(curves) > 1 else None
 

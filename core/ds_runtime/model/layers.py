@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
-from ds_runtime.parallel.sums.normed import GROUP, Summable, Unsummed
+from ds_runtime.parallel.sums.normed import Summable, Unsummed
 from ds_runtime.parallel.sums.overlapped import ended
+from ds_runtime.parallel.sums.sizes import SCALED_BY
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
@@ -111,7 +112,7 @@ class RmsNormLayer:
     ) -> tuple[Codes, Tensor]:
         """(norm(x + residual) as codes, x + residual); `residual` must not be used afterwards."""
         if isinstance(x, Unsummed):
-            if groups.size == GROUP:
+            if groups.size == SCALED_BY:
                 made = x.add_norm_quantized(residual, self.weight, self.eps, groups.ue8m0)
                 return Codes(*made[:2]), made[2]
             x = x.summed()

@@ -49,9 +49,9 @@ Pending: TypeAlias = Callable[[], Order]
 class RowExchange(ABC):
     """How the rows of a step reach the ranks that hold a weight, and come back.
 
-    group: that of this rank, of `groups` that have sequences of their own. An `Order` belongs to
-    the exchange that made it. What is not said otherwise is that of one group: it has all rows, in
-    the order of the works, and there is nothing to know of that.
+    groups: how many groups of ranks have sequences of their own; group: the number of this rank's.
+    An `Order` belongs to the exchange that made it. The methods here are those of one group. One
+    group has all rows in the order of the works, so its order is None.
     """
 
     group = 0

@@ -147,8 +147,7 @@ class TorchCommunicator:
     `waited` counts what the host spent in the collectives of all groups. It leaves out those of a
     captured step that the device runs by itself. A collective that a rank does not come to within
     the timeout raises EngineDeadError with its number, if the backend raises RuntimeError then.
-    Raises ConfigError if torch has no
-    torch.distributed, or this process is in a group already.
+    Raises ConfigError if torch has no torch.distributed, or this process is in a group already.
     """
 
     def __init__(
@@ -215,9 +214,8 @@ class TorchCommunicator:
         work = _timed(self, lambda: dist.all_reduce(y, group=self._group, async_op=True))
 
         def summed() -> Tensor:
-            _timed(
-                self, work.wait, begin
-            )  # of a device's queue, or of the host where that computes
+            # A device's queue waits; where the host computes, the host does.
+            _timed(self, work.wait, begin)
             return y.to(dtype)
 
         return summed

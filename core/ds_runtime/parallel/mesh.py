@@ -20,12 +20,6 @@ AxisName: TypeAlias = Literal["pp", "tp", "ep", "attn_dp", "attn_tp", "cp", "dcp
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 """All axes, in the order in which every rank makes their groups."""
 
-MANY = 1 << 18
-"""Values of a sum in the order of the ranks from which on each rank adds a share."""
-
-LINE = 64
-"""Bytes of which rows that are sent with others beside them are a multiple."""
-
 Group: TypeAlias = tuple[int, ...]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.parallel.mesh import LINE
+from ds_runtime.parallel.sums.sizes import LINE
 
 _WORD = 4  # bytes, in which they are copied
 

@@ -19,11 +19,14 @@ class World:
 
     Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
     rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
-    in_order: sums add the ranks in their order, whatever their size. sums: what was decided for
-    the ranks that divide heads. The attribute of that name: what they could set up of it, without a
-    sentence; the sizes are those of rank 0's group. logits: how the head's come together. shares:
-    whether sums in order may read other ranks' memory; else their parts are gathered, with the same
-    bits.
+
+    * in_order: sums add the ranks in their order, whatever their size.
+    * sums: the kinds of sums that were decided for the ranks that divide heads. The attribute
+      `sums` holds the kinds that rank 0's group could set up, without a sentence.
+    * shares: whether sums in order may read other ranks' memory; else their parts are gathered,
+      with the same bits.
+
+    The attribute `logits` gathers the head's logits.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class World:
         }
         self._split = [made[groups] for groups in reversed(mesh.divisions) if groups != whole]
         summing: dict[tuple[Group, ...], Communicator] = dict(made)
-        # Groups that differ in what they could set up differ in nothing that others wait for.
+        # Groups may set up different kinds: no rank waits for the sums of another group.
         if in_order:
             shares = shares and mesh.hosts == 1
             ordered = {groups: InOrder(own, shares) for groups, own in made.items()}

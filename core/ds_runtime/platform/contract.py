@@ -56,8 +56,9 @@ class NormedSum(Protocol):
     x: this rank's part, bfloat16 [rows, width], which is not modified. residual: of the same shape
     and dtype, the same on all ranks; it must not be used afterwards. Width is a multiple of 8 of at
     most 16384. weight: [width], bfloat16 or float32. Parts are added in float32 from rank 0 on.
-    Their sum is rounded to bfloat16, and so is `summed`, that and the residual, of which the norm
-    is. Every rank calls it for as many rows; it runs in steps that are captured, too.
+    Their sum is rounded to bfloat16. `summed` is that sum plus the residual, rounded to bfloat16
+    again. The norm is that of `summed`. Every rank calls this for as many rows, in captured steps,
+    too.
     """
 
     def __call__(

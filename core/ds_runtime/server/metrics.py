@@ -37,13 +37,15 @@ _OF_RANKS = (
         "all_reduces",
         "sums",
         "kind",
-        "sums over ranks, by arithmetic, by the kind that served their size",
+        "sums over ranks, by arithmetic, by the kind that serves as many rows as the step has; "
+        "without sums of draft layers",
     ),
     (
         "all_reduce_bytes_per_rank",
         "sum_bytes",
         "kind",
-        "bytes of all-reduces that each rank received from the others, by arithmetic",
+        "bytes of all-reduces that each rank received from the others, by arithmetic: without "
+        "sums of draft layers, and with all rows in the last layer's FFN",
     ),
     (
         "rank_late_seconds",

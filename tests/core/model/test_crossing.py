@@ -17,8 +17,9 @@ from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes, veri
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.parallel.exchange import GatherScatter, Sum
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.parallel.mesh import MANY, Mesh
+from ds_runtime.parallel.mesh import Mesh
 from ds_runtime.parallel.sums.in_order import InOrder
+from ds_runtime.parallel.sums.sizes import MANY
 from peak import peak
 
 HIDDEN, VOCAB = 512, 4096

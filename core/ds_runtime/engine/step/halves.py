@@ -15,8 +15,9 @@ from ds_runtime.parallel.sums.halves import Halves
 
 
 def divided(works: Sequence[Work], halves: Halves) -> tuple[Sequence[Work], ...]:
-    """Those of each half, in their order: together they have the same tokens and logit rows. Those
-    that attend as decode does are in the first one. Empty where the step is not divided."""
+    """The works of each half, in the order of the step. Both halves together have the step's tokens
+    and logit rows. Works that attend as decode does are in the first half. Returns () where the
+    step is not divided."""
     place = _place(works, halves)
     if place is None:
         return ()

@@ -13,6 +13,7 @@ from itertools import accumulate
 from ds_runtime.config import EngineConfig
 from ds_runtime.parallel.mesh import Mesh
 
+_SHARE = 0.48  # unless it is said
 _ALIGNED = 64  # rows of which the first half has a multiple, where it ends inside a prompt
 
 
@@ -30,7 +31,8 @@ class Halves:
         """None where no step is divided. hybrid: the model is one of the V4 family."""
         if why_not(config, hybrid) or not config.enable_two_batch_overlap:
             return None
-        return Halves(_least(config), config.tbo_token_distribution_threshold)
+        share = config.tbo_token_distribution_threshold
+        return Halves(_least(config), _SHARE if share is None else share)
 
     def place(self, lengths: Sequence[int], fixed: int) -> tuple[int, int] | None:
         """Where to divide works of these lengths, of which the first `fixed` go together. Returns
@@ -77,5 +79,8 @@ def why_not(config: EngineConfig, hybrid: bool) -> str:
     if hybrid:
         return "models of the V4 family have no such steps"
     if (most := config.max_step_tokens) < (least := _least(config)):
-        return f"--max-step-tokens {most} are fewer than --dbo-prefill-token-threshold {least}"
+        given = config.dbo_prefill_token_threshold
+        needed = f"the {least} that a divided step needs"
+        needed = needed if given is None else f"--dbo-prefill-token-threshold {given}"
+        return f"--max-step-tokens {most} is fewer than {needed}"
     return ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ds_runtime.parallel.mesh import MANY
+from ds_runtime.parallel.sums.sizes import MANY
 from ds_runtime.parallel.through import Through
 from ds_runtime.platform.contract import Communicator
 

@@ -15,9 +15,6 @@ from ds_runtime.platform.contract import NormedSum
 WIDEST = 1 << 14
 """Values of a row, at most."""
 
-GROUP = 128
-"""Values of a row that have a scale, where the norm is quantised."""
-
 
 def takes(x: Tensor) -> bool:
     """Whether such a kernel takes rows like these."""
@@ -53,8 +50,8 @@ class Unsummed:
     def add_norm_quantized(
         self, residual: Tensor, weight: Tensor, eps: float, ue8m0: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As AddRmsNormQuantize of the sum, by groups of `GROUP`, of which the width is a multiple;
-        `residual` must not be used afterwards."""
+        """As AddRmsNormQuantize of the sum, by groups of `SCALED_BY`, whose multiple the width
+        is; `residual` must not be used afterwards."""
         return self.norm.quantized(self.part, residual, weight, eps, ue8m0)
 
 

@@ -238,7 +238,8 @@ STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "wire_bytes",
         "received_bytes_per_rank",
         CounterMetricFamily,
-        "what each rank received from the others, by arithmetic; 0 of one rank",
+        "what each rank received from the others, by arithmetic: without draft layers, and with "
+        "all rows in the last layer's FFN; 0 of one rank",
     ),
     (
         "skew_steps",
