@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.ops.reference import norm
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.ranks.checks import FLOATS
 from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
 
 
@@ -56,12 +59,12 @@ def test_bad_input(capsys, words, said):
 
 
 class Threads:
-    """Two ranks that are threads; `fault` names what its communicators do wrong."""
+    """Ranks that are threads; `fault` names what their communicators do wrong."""
 
-    def __init__(self, fault):
-        self.fault, self.size = fault, 2
-        self.values = [None] * 2
-        self.barrier = threading.Barrier(2, timeout=20)
+    def __init__(self, fault, size=2):
+        self.fault, self.size = fault, size
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
 
     def exchange(self, rank, value):
         self.values[rank] = value
@@ -72,10 +75,8 @@ class Threads:
 
 
 class Thread:
-    size = 2
-
     def __init__(self, group, rank):
-        self.group, self.rank, self.fault = group, rank, group.fault
+        self.group, self.rank, self.fault, self.size = group, rank, group.fault, group.size
         if group.fault != "no such sum":
             self.all_reduce_async = self._started
 
@@ -83,18 +84,23 @@ class Thread:
         return self.fault in names
 
     def all_reduce(self, x):
-        xs = self.group.exchange(self.rank, x)
-        if self._wrong("a rank is left out"):
-            return xs[0]
-        found = torch.stack(xs).float().sum(0).to(x.dtype)
+        found = self._sum(self.group.exchange(self.rank, x))
         if self._wrong("bits differ") and self.rank and found.numel():
             found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
         return found.float() if self._wrong("another dtype") else found
 
+    def _sum(self, xs):
+        if self._wrong("a rank is left out"):
+            xs = xs[:-1]
+        if self._wrong("in e4m3"):
+            xs = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in xs]
+        found = torch.stack(xs).float().sum(0).to(xs[0].dtype)
+        return found * (found.abs() >= 2**-4) if self._wrong("small sums are 0") else found
+
     def _started(self, x):
         xs = [y.clone() for y in self.group.exchange(self.rank, x)]
         self.group.barrier.wait()
-        found = xs[0] + xs[not self._wrong("one part twice")]
+        found = self._sum([xs[0], xs[0]] if self._wrong("one part twice") else xs)
         if self._wrong("ranks disagree") and self.rank:
             found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
         if self._wrong("the one before"):
@@ -103,9 +109,9 @@ class Thread:
         return lambda: found.float() if self._wrong("in float32") else found
 
     def reduce_scatter(self, x):
-        total = torch.stack(self.group.exchange(self.rank, x)).float().sum(0).to(x.dtype)
+        total = self._sum(self.group.exchange(self.rank, x))
         mine = 1 - self.rank if self._wrong("the part of another") else self.rank
-        return total.tensor_split(2)[mine]
+        return total.tensor_split(self.size)[mine]
 
     def all_gather(self, x):
         xs = self.group.exchange(self.rank, x)
@@ -178,7 +184,7 @@ class Thread:
     def add(self, x):
         assert x.is_contiguous()
         xs = self.group.exchange(self.rank, x)
-        found = xs[0] + xs[1]
+        found = self._sum(xs)
         if self._wrong("one part twice"):
             found = xs[0] + xs[0]
         elif self._wrong("ranks disagree") and self.rank:
@@ -245,20 +251,25 @@ GATHERED = ("the other order", "one column late", "own part alone", "in place", 
 
 
 @cache
-def failures(op, fault):
-    group, found = Threads(fault), [[], []]
+def failures(op, fault, size=2):
+    """(case, what is wrong) of all ranks. Raises what a rank raises: nothing was found by that."""
+    group = Threads(fault, size)
 
     def work(rank):
-        platform = CpuPlatform()
-        for case, run in _cases(platform, Thread(group, rank), op):
-            found[rank].append((case, run()))
+        try:
+            asked = _cases(CpuPlatform(), Thread(group, rank), op)
+            return [(case, run()) for case, run in asked]
+        except BaseException:
+            group.barrier.abort()  # nobody waits for this one
+            raise
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return [said for case, said in found[0] + found[1] if said]
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(work, rank) for rank in range(size)]
+    errors = [e for rank in ranks if (e := rank.exception()) is not None]
+    # Those that the first one has left alone say so, and not why.
+    for e in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise e
+    return [(case, said) for rank in ranks for case, said in rank.result() if said]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +297,32 @@ def failures(op, fault):
 def test_a_wrong_communicator_is_found(op, fault):
     assert failures(op, None) == []
     assert failures(op, fault)
+
+
+def test_what_a_rank_raises_is_no_answer(monkeypatch):
+    def broken(self, x):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Thread, "all_gather", broken)
+    with pytest.raises(ValueError, match="broken"):
+        failures.__wrapped__("all_gather", None)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("fault", ["a rank is left out", "in e4m3", "small sums are 0"])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_reduce_async"])
+def test_wrong_sums_of_any_number_of_ranks_are_found_in_every_dtype(op, fault, size):
+    assert failures(op, None, size) == []
+    found = [case for case, said in failures(op, fault, size) if " off: at " in said]
+    assert {case.split()[0] for case in found} >= {*FLOATS}
+
+
+@pytest.mark.parametrize("fault", ["a rank is left out", "in e4m3", "small sums are 0"])
+def test_wrong_fast_sums_are_found_in_every_dtype(fault):
+    found = [case for case, said in failures("fast_sums", fault) if " off: at " in said]
+    assert {tuple(case.split()[:2]) for case in found} >= {
+        *itertools.product(("one_shot", "two_shot"), FLOATS[:2])
+    }
 
 
 @pytest.mark.parametrize("op", OPTIONAL)

@@ -15,8 +15,8 @@ from ds_runtime_kit.ranks.checks import (
     drawn,
     other_form,
     same_bits,
-    sum_of,
     sum_wrong,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def _async(platform: Platform, comm: Communicator) -> Cases:
         for dtype in FLOATS:
             for shape in SHAPES:
                 yield f"{dtype} {shape}", partial(_two_started, platform, comm, dtype, shape)
+            whole = partial(_two_started, platform, comm, dtype, SHAPES[1], whole=True)
+            yield f"{dtype} whole numbers", whole
         late = partial(_two_started, platform, comm, "float32", SHAPES[0], late=comm.size - 1)
         yield "a rank late", late
 
@@ -56,13 +58,17 @@ def _two_started(
     dtype: str,
     shape: Sequence[int],
     late: int | None = None,
+    whole: bool = False,
 ) -> str:
-    """Two sums under way at once, and a product between them, which is as it is alone."""
+    """Two sums under way at once, and a product between them, which is as it is alone. whole: the
+    second is one of numbers whose sum is exact."""
     import torch
 
     device, size = platform.device(platform.local_rank or 0), math.prod(shape)
     draw = partial(drawn, platform, dtype, shape, here=False)
     both = [[draw(size + n, rank) for rank in range(comm.size)] for n in range(2)]
+    if whole:
+        both[1] = whole_numbers(dtype, shape, comm.size)
     plain = drawn(platform, "float32", (64, 64), size, 0, here=False)
     between = plain.to(device)
     if comm.rank == late:
@@ -71,8 +77,8 @@ def _two_started(
     product = (between @ between).cpu()
     found = [end().cpu() for end in ends]
     differ = [said for one in found if (said := same_bits(comm, one))]  # every rank asks
-    for one, xs in zip(found, both, strict=True):
-        if said := other_form(one, xs[0]) or sum_wrong(one, sum_of(xs), xs, dtype):
+    for n, (one, xs) in enumerate(zip(found, both, strict=True)):
+        if said := other_form(one, xs[0]) or sum_wrong(one, xs, exact=whole and n == 1):
             return said
     if not torch.allclose(product, plain @ plain, rtol=1e-2, atol=1e-2):
         return "what was computed during the sums is wrong"
@@ -88,6 +94,8 @@ def _fast(platform: Platform, comm: Communicator) -> Cases:
         for dtype in FLOATS[:2]:
             for shape in shapes:
                 yield f"{kind} {dtype} {shape}", partial(_summed, platform, comm, run, dtype, shape)
+            whole = partial(_summed, platform, comm, run, dtype, shapes[1], whole=True)
+            yield f"{kind} {dtype} whole numbers", whole
         late = partial(_summed, platform, comm, run, "bfloat16", shapes[1], late=comm.size - 1)
         yield f"{kind}, a rank late", late
         apart = partial(_summed, platform, comm, run, "bfloat16", shapes[1], begin=4)
@@ -180,13 +188,16 @@ def _summed(
     shape: Sequence[int],
     late: int | None = None,
     begin: int = 0,
+    whole: bool = False,
 ) -> str:
     """A new tensor with the sum, the same bits on all ranks; what was given is as it was. begin: of
-    how many values what is given lies behind in its memory."""
+    how many values what is given lies behind in its memory. whole: numbers whose sum is exact."""
     import torch
 
     size = math.prod(shape)
     flat = [drawn(platform, dtype, (begin + size,), size, r, here=False) for r in range(comm.size)]
+    if whole:
+        flat = whole_numbers(dtype, (begin + size,), comm.size)
     xs = [x[begin:].view(*shape) for x in flat]
     own = flat[comm.rank].to(platform.device(platform.local_rank or 0))[begin:].view(*shape)
     if comm.rank == late:
@@ -197,7 +208,7 @@ def _summed(
         return "what was given has other values now"
     if found.dtype != xs[0].dtype or found.shape != xs[0].shape:
         return f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(shape)}"
-    return sum_wrong(found, sum_of(xs), xs, dtype) or differ
+    return sum_wrong(found, xs, exact=whole) or differ
 
 
 def _in_order(
