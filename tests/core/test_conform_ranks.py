@@ -14,9 +14,7 @@ import torch
 
 from ds_runtime.cli import main
 from ds_runtime.ops.reference import norm
-from ds_runtime.platform.cores import cores
 from ds_runtime_cpu.platform import CpuPlatform
-from ds_runtime_kit.ranks import runs
 from ds_runtime_kit.ranks.checks import FLOATS
 from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
 
@@ -41,57 +39,6 @@ def test_every_operation_over_gloo(capsys, size):
                 *(() if op in SUMS else ("int64 (7, 33)", "uint8 (7, 33)")),
             } <= cases
     assert [one["op"] for one in found if one["case"] == "a dead rank"] == ["all_reduce"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "1"], "--ranks 1: a group has at least 2 ranks"),
-        (["--ranks", "2", "--op", "linear"], "--ranks: tests the platform's communicator alone"),
-        (["cpu", "--ranks", "2"], "--ranks: tests the platform's communicator alone"),
-        (
-            ["--ranks", "2", "--platform", "nowhere"],
-            "ds-runtime: --platform 'nowhere': no such platform",
-        ),
-    ],
-)
-def test_bad_input(capsys, words, said):
-    assert main(["conform", *words]) == 1
-    assert said in capsys.readouterr().err
-
-
-def never(*args):
-    raise AssertionError("ranks were started")
-
-
-@pytest.mark.parametrize("more", [1, 999, 10**9])
-def test_no_more_ranks_start_than_cores_bear(capsys, monkeypatch, more):
-    monkeypatch.setattr(runs, "check_ranks", never)
-    most = 4 * cores()
-    assert main(["conform", "--platform", "cpu", "--ranks", str(most + more)]) == 1
-    said = capsys.readouterr().err
-    assert f"--ranks {most + more}: ranks share the {cores()} cores of this host" in said
-    assert f"give at most {most}" in said
-    monkeypatch.setattr(runs, "check_ranks", lambda *given: iter(()))
-    assert main(["conform", "--platform", "cpu", "--ranks", str(most)]) == 0
-
-
-@pytest.mark.parametrize("ranks", [3, 999, 10**9])
-def test_every_rank_has_a_device_before_one_starts(capsys, monkeypatch, ranks):
-    true = CpuPlatform.info
-
-    def info(self, rank=0):
-        if rank > 1:
-            raise RuntimeError("invalid device ordinal")
-        return true(self, rank)
-
-    monkeypatch.setattr(runs, "check_ranks", never)
-    monkeypatch.setattr(CpuPlatform, "own_memory", True)
-    monkeypatch.setattr(CpuPlatform, "info", info)
-    assert main(["conform", "--platform", "cpu", "--ranks", str(ranks)]) == 1
-    said = capsys.readouterr().err
-    assert f"--ranks {ranks}: {ranks} devices are needed, and number 2 cannot be had" in said
-    assert "invalid device ordinal" in said
 
 
 class Threads:
@@ -422,6 +369,8 @@ INFO = {
     ],
 )
 def test_what_hangs_or_ends_is_told(tmp_path, monkeypatch, fault, case, failure, note):
+    from ds_runtime_kit.ranks import runs
+
     info = tmp_path / "odd_ranks-1.dist-info"
     info.mkdir()
     for name, text in INFO.items():

@@ -79,6 +79,8 @@ def run(args: Namespace) -> int:
     from ds_runtime.plugins.select_platform import select_platform
 
     names = None if args.plugins is None else [n.strip() for n in args.plugins.split(",")]
+    if args.ranks is not None:
+        _check_alone(args)
     plugins = load_plugins(names)
     if args.mode == "support":
         return _support(plugins, args)
@@ -167,6 +169,29 @@ def _line(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
+def _check_alone(args: Namespace) -> None:
+    """Raise ConfigError for what says nothing of a communicator, beside `--ranks`."""
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
+    about = f"with --ranks {args.ranks}: only a platform's communicator is tested"
+    if args.plugin:
+        named = args.plugin[0] if len(args.plugin) == 1 else "X"
+        raise ConfigError(f'"{" ".join(args.plugin)}" {about}; give --platform {named}')
+    given = {
+        "--mode": args.mode if args.mode != "test" else None,
+        "--op": " ".join(args.op),
+        "--kernel": " ".join(args.kernel),
+        "--check": " ".join(args.check),
+        "--case": args.case,
+        "--receipts": args.receipts,
+    }
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} {value} {about}; leave {flag} out")
+    if args.recorder:
+        raise ConfigError(f"--recorder {about}; leave it out")
+
+
 def _ranks(plugins: Plugins, names: list[str] | None, args: Namespace) -> int:
     """Group operations; 1 if one of them is wrong."""
     from ds_runtime.config import EngineConfig
@@ -174,10 +199,6 @@ def _ranks(plugins: Plugins, names: list[str] | None, args: Namespace) -> int:
     from ds_runtime_kit.ranks import runs
     from ds_runtime_kit.ranks.devices import check_room
 
-    if args.ranks < 2:
-        raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
-    if args.plugin or args.op or args.kernel or args.check or args.case:
-        raise ConfigError("--ranks: tests the platform's communicator alone: name no kernels")
     platform, _ = select_platform(plugins, args.platform)
     platform.configure(EngineConfig())
     check_room(platform, args.ranks, RANKS_PER_CORE)
