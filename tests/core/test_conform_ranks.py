@@ -8,6 +8,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,8 +311,28 @@ def test_wrong_fast_sums_are_found_in_every_dtype(fault):
 
 @pytest.mark.parametrize("op", OPTIONAL)
 def test_a_communicator_may_have_the_librarys_sum_alone(op):
-    comm = Thread(Threads("no such sum"), 0)
-    assert [*_cases(CpuPlatform(), comm, op)] == []
+    ((case, run),) = _cases(CpuPlatform(), Thread(Threads("no such sum"), 0), op)
+    assert case == "none here" and run() == ""
+    ((case, run),) = _cases(CpuPlatform(), SimpleNamespace(size=2), op)  # without the method
+    assert case == "none here" and run() == ""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("op", OPTIONAL)
+def test_what_a_platform_promises_is_set_up(op, size):
+    """Named for 2 ranks over one link alone. Kernels of their own may need a newer device."""
+    comm, platform = Thread(Threads("no such sum", size), 0), CpuPlatform()
+    table = {"ordered_sum": "ordered_sums", "all_reduce_async": None}.get(op, "fast_sums")
+    for link, named in ((platform.info().link, (2,)), ("another", (2, 4))):
+        setattr(platform, table or "fast_sums", {link: named})
+        ((case, run),) = _cases(platform, comm, op)
+        promised = size == 2 and link != "another" and table is not None
+        if promised and op in ("ordered_sum", "fast_sums"):
+            assert f"{table} of platform cpu names 2 ranks" in run()
+            assert run().endswith(", and nothing was set up")
+        else:
+            assert run() == ""
+            assert ("though fast_sums of platform cpu names 2 ranks" in case) == promised
 
 
 PLUGIN = """

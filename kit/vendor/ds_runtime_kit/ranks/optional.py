@@ -25,15 +25,30 @@ if TYPE_CHECKING:
     from ds_runtime.platform.contract import Communicator, NormedSum, Platform
 
 Cases: TypeAlias = Iterator[tuple[str, Callable[[], str]]]
+NONE = "none here"  # the case of what a communicator does not have
 _GROUP = 128  # values that share a scale
 _CODES = 4e-2  # as AddRmsNormQuantize's tolerance
 
 
+def _missing(platform: Platform, comm: Communicator, table: str, needed: bool) -> Cases:
+    """The one case where nothing was set up. table: the platform's, which names sizes of groups by
+    the link of its devices. needed: it promises this one. Else a device may be without it."""
+    link = platform.info(platform.local_rank or 0).link
+    named = comm.size in getattr(platform, table).get(link, ())
+    said = f"{table} of platform {platform.name} names {comm.size} ranks over {link or 'an unknown link'}"
+    if named and needed:
+        yield "setting it up", lambda: f"{said}, and nothing was set up"
+    else:
+        yield f"{NONE}, though {said}" if named else NONE, lambda: ""
+
+
 def _ordered(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such sum."""
+    """Of sums in order, which are set up wherever the platform names them."""
     most = max(math.prod(shape) for shape in SHAPES)
     made = comm.ordered_sum(most) if hasattr(comm, "ordered_sum") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "ordered_sums", needed=True)
+    else:
         for dtype in FLOATS:
             for shape in SHAPES:
                 yield f"{dtype} {shape}", partial(_in_order, platform, comm, made, dtype, shape)
@@ -41,8 +56,10 @@ def _ordered(platform: Platform, comm: Communicator) -> Cases:
 
 
 def _async(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that starts no sums."""
-    if hasattr(comm, "all_reduce_async"):
+    """Of sums that are started; no table of a platform names them."""
+    if not hasattr(comm, "all_reduce_async"):
+        yield NONE, lambda: ""
+    else:
         for dtype in FLOATS:
             for shape in SHAPES:
                 yield f"{dtype} {shape}", partial(_two_started, platform, comm, dtype, shape)
@@ -86,10 +103,12 @@ def _two_started(
 
 
 def _fast(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such kinds."""
+    """Of every kind; one at least is set up wherever the platform names them."""
     shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(1, 8)]
     most = max(math.prod(shape) for shape in shapes) * 4
     made = comm.fast_sums(most) if hasattr(comm, "fast_sums") else {}
+    if not made:
+        yield from _missing(platform, comm, "fast_sums", needed=True)
     for kind, run in made.items():
         for dtype in FLOATS[:2]:
             for shape in shapes:
@@ -103,11 +122,13 @@ def _fast(platform: Platform, comm: Communicator) -> Cases:
 
 
 def _normed(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such sum."""
+    """Of sums with their norm."""
     shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(3, 8), (2, 16384)]
     most = max(math.prod(shape) for shape in shapes) * 2
     made = comm.normed_sum(most) if hasattr(comm, "normed_sum") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "fast_sums", needed=False)
+    else:
         ask = partial(_with_norm, platform, comm, made)
         for shape in shapes:
             yield f"{shape}", partial(ask, shape)
@@ -236,12 +257,14 @@ def _in_order(
 
 
 def _logits(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such gather."""
+    """Of gathers of logits."""
     # Rows, values of a rank's part, and those that fill up the last one's.
     shapes = [(1, 8, 0), (3, 64, 5), (1, 16160, 0), (33, 4096, 1), (512, 2048, 7), (2, 8, 9)]
     most = max(rows * n for rows, n, _ in shapes) * 2
     made = comm.gather_logits(most) if hasattr(comm, "gather_logits") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "fast_sums", needed=False)
+    else:
         for shape in shapes:
             if shape[2] < comm.size * shape[1]:
                 yield f"{shape}", partial(_side_by_side, platform, comm, made, shape)
@@ -285,4 +308,4 @@ OPTIONAL: Mapping[str, Callable[[Platform, Communicator], Cases]] = {
     "normed_sum": _normed,
     "gather_logits": _logits,
 }
-"""By the communicator's method, the cases of it."""
+"""By the communicator's method, the cases of it: where it has none, one that says so."""
