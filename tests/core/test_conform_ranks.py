@@ -17,7 +17,9 @@ from ds_runtime.cli import main
 from ds_runtime.ops.reference import norm
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.ranks.checks import FLOATS
+from ds_runtime_kit.ranks.optional import NONE
 from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
+from ds_runtime_kit.ranks.runs import RankResult, as_lines
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -333,6 +335,19 @@ def test_what_a_platform_promises_is_set_up(op, size):
         else:
             assert run() == ""
             assert ("though fast_sums of platform cpu names 2 ranks" in case) == promised
+
+
+@pytest.mark.parametrize("most", [2, 1024])
+def test_lines_have_columns(most):
+    """Whatever the longest operation and the longest group are called."""
+    groups = ("all 2", f"attn_tp {most // 2} of {most}")
+    ops = (*GROUP_OPS, *OPTIONAL)
+    found = [RankResult(op, group, NONE) for op in ops for group in groups]
+    lines = as_lines(found)
+    assert len({line.index("  none here") for line in lines}) == 1
+    rows = [re.split(" {2,}", line) for line in lines]
+    assert [(op, group) for op, group, _ in rows] == [(op, g) for op in ops for g in groups]
+    assert as_lines([]) == []
 
 
 PLUGIN = """

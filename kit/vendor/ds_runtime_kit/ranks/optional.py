@@ -35,7 +35,8 @@ def _missing(platform: Platform, comm: Communicator, table: str, needed: bool) -
     the link of its devices. needed: it promises this one. Else a device may be without it."""
     link = platform.info(platform.local_rank or 0).link
     named = comm.size in getattr(platform, table).get(link, ())
-    said = f"{table} of platform {platform.name} names {comm.size} ranks over {link or 'an unknown link'}"
+    over = link or "an unknown link"
+    said = f"{table} of platform {platform.name} names {comm.size} ranks over {over}"
     if named and needed:
         yield "setting it up", lambda: f"{said}, and nothing was set up"
     else:

@@ -244,13 +244,15 @@ def as_lines(found: Sequence[RankResult]) -> list[str]:
     grouped: dict[tuple[str, str], list[RankResult]] = {}
     for one in found:
         grouped.setdefault((one.op, one.group), []).append(one)
+    of_op = 2 + max((len(op) for op, _ in grouped), default=0)
+    of_group = 2 + max((len(group) for _, group in grouped), default=0)
     lines = []
     for (op, group), results in grouped.items():
         judged = "FAILED" if any(r.failure for r in results) else "conforms"
         said = f"{judged} ({len(results)} cases)"
         if len(results) == 1 and results[0].case.startswith(NONE):
             said = results[0].case
-        lines.append(f"{op:<15}{group:<18}{said}")
+        lines.append(f"{op:<{of_op}}{group:<{of_group}}{said}")
         lines += [f"  {r.case}: {r.failure or r.note}" for r in results if r.failure or r.note]
     return lines
 
