@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +17,29 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.ops.reference import norm
 from ds_runtime_cpu.platform import CpuPlatform
-from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, SUMS, _cases
+from ds_runtime_kit.ranks.checks import FLOATS
+from ds_runtime_kit.ranks.optional import NONE
+from ds_runtime_kit.ranks.questions import GROUP_OPS, OPTIONAL, _cases
+from ds_runtime_kit.ranks.runs import RankResult, as_lines
+
+
+def expected(op, size):
+    """Cases of one operation of a group of Gloo, which has none of those that a plugin brings."""
+    late = (f"rank {rank} late" for rank in (0, size - 1))
+    shapes = ("(1, 8)", "(7, 33)", "(32, 7168)")
+    if op in ("barrier", "gather_objects"):
+        return ["plain", *late]
+    if op in ("ordered_sum", "fast_sums", "normed_sum", "gather_logits"):
+        return ["none here"]
+    sums = op in ("all_reduce", "reduce_scatter", "all_reduce_async")
+    dtypes = ("float32", "bfloat16", "float16", *(() if sums else ("int64", "uint8")))
+    plain = [f"{dtype} {shape}" for dtype in dtypes for shape in shapes]
+    plain += [f"{dtype} whole numbers" for dtype in dtypes] if sums else []
+    if op == "all_reduce_async":
+        return [*plain, "a rank late"]
+    empty = (f"rank {rank} empty" for rank in (0, size - 1))
+    none = () if op == "gather_rows" else ("no rows",)  # which has one at least
+    return [*plain, *late, *empty, "strided", *none]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -24,44 +50,24 @@ def test_every_operation_over_gloo(capsys, size):
     groups = {one["group"] for one in found}
     more = {f"attn_tp {size // 2} of {size}", f"attn_dp 2 of {size}"} if size > 2 else set()
     assert groups == {f"all {size}", f"all {size}, split", *more}
-    for group in groups:
-        for op in GROUP_OPS:
-            cases = {one["case"] for one in found if (one["op"], one["group"]) == (op, group)}
-            assert {"rank 0 late", "plain"} <= cases or {
-                "bfloat16 (7, 33)",
-                "rank 0 late",
-                "rank 0 empty",
-                "strided",
-                *(("no rows",) if op != "gather_rows" else ()),  # which has one at least
-                *(() if op in SUMS else ("int64 (7, 33)", "uint8 (7, 33)")),
-            } <= cases
+    dead = [one for one in found if one["case"] == "a dead rank"]
+    asked = Counter((one["op"], one["group"], one["case"]) for one in found if one not in dead)
+    assert asked == Counter(
+        (op, group, case)
+        for group in groups
+        for op in (*GROUP_OPS, *OPTIONAL)
+        for case in expected(op, int(re.search(r"(\d+)( of \d+)?", group)[1]))
+    )
     assert [one["op"] for one in found if one["case"] == "a dead rank"] == ["all_reduce"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "1"], "--ranks 1: a group has at least 2 ranks"),
-        (["--ranks", "2", "--op", "linear"], "--ranks: tests the platform's communicator alone"),
-        (["cpu", "--ranks", "2"], "--ranks: tests the platform's communicator alone"),
-        (
-            ["--ranks", "2", "--platform", "nowhere"],
-            "--ranks 2: --platform 'nowhere': no such platform",
-        ),
-    ],
-)
-def test_bad_input(capsys, words, said):
-    assert main(["conform", *words]) == 1
-    assert said in capsys.readouterr().err
-
-
 class Threads:
-    """Two ranks that are threads; `fault` names what its communicators do wrong."""
+    """Ranks that are threads; `fault` names what their communicators do wrong."""
 
-    def __init__(self, fault):
-        self.fault, self.size = fault, 2
-        self.values = [None] * 2
-        self.barrier = threading.Barrier(2, timeout=20)
+    def __init__(self, fault, size=2):
+        self.fault, self.size = fault, size
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
 
     def exchange(self, rank, value):
         self.values[rank] = value
@@ -72,10 +78,8 @@ class Threads:
 
 
 class Thread:
-    size = 2
-
     def __init__(self, group, rank):
-        self.group, self.rank, self.fault = group, rank, group.fault
+        self.group, self.rank, self.fault, self.size = group, rank, group.fault, group.size
         if group.fault != "no such sum":
             self.all_reduce_async = self._started
 
@@ -83,18 +87,23 @@ class Thread:
         return self.fault in names
 
     def all_reduce(self, x):
-        xs = self.group.exchange(self.rank, x)
-        if self._wrong("a rank is left out"):
-            return xs[0]
-        found = torch.stack(xs).float().sum(0).to(x.dtype)
+        found = self._sum(self.group.exchange(self.rank, x))
         if self._wrong("bits differ") and self.rank and found.numel():
             found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
         return found.float() if self._wrong("another dtype") else found
 
+    def _sum(self, xs):
+        if self._wrong("a rank is left out"):
+            xs = xs[:-1]
+        if self._wrong("in e4m3"):
+            xs = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in xs]
+        found = torch.stack(xs).float().sum(0).to(xs[0].dtype)
+        return found * (found.abs() >= 2**-4) if self._wrong("small sums are 0") else found
+
     def _started(self, x):
         xs = [y.clone() for y in self.group.exchange(self.rank, x)]
         self.group.barrier.wait()
-        found = xs[0] + xs[not self._wrong("one part twice")]
+        found = self._sum([xs[0], xs[0]] if self._wrong("one part twice") else xs)
         if self._wrong("ranks disagree") and self.rank:
             found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
         if self._wrong("the one before"):
@@ -103,9 +112,9 @@ class Thread:
         return lambda: found.float() if self._wrong("in float32") else found
 
     def reduce_scatter(self, x):
-        total = torch.stack(self.group.exchange(self.rank, x)).float().sum(0).to(x.dtype)
+        total = self._sum(self.group.exchange(self.rank, x))
         mine = 1 - self.rank if self._wrong("the part of another") else self.rank
-        return total.tensor_split(2)[mine]
+        return total.tensor_split(self.size)[mine]
 
     def all_gather(self, x):
         xs = self.group.exchange(self.rank, x)
@@ -178,7 +187,7 @@ class Thread:
     def add(self, x):
         assert x.is_contiguous()
         xs = self.group.exchange(self.rank, x)
-        found = xs[0] + xs[1]
+        found = self._sum(xs)
         if self._wrong("one part twice"):
             found = xs[0] + xs[0]
         elif self._wrong("ranks disagree") and self.rank:
@@ -245,20 +254,25 @@ GATHERED = ("the other order", "one column late", "own part alone", "in place", 
 
 
 @cache
-def failures(op, fault):
-    group, found = Threads(fault), [[], []]
+def failures(op, fault, size=2):
+    """(case, what is wrong) of all ranks. Raises what a rank raises: nothing was found by that."""
+    group = Threads(fault, size)
 
     def work(rank):
-        platform = CpuPlatform()
-        for case, run in _cases(platform, Thread(group, rank), op):
-            found[rank].append((case, run()))
+        try:
+            asked = _cases(CpuPlatform(), Thread(group, rank), op)
+            return [(case, run()) for case, run in asked]
+        except BaseException:
+            group.barrier.abort()  # nobody waits for this one
+            raise
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return [said for case, said in found[0] + found[1] if said]
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(work, rank) for rank in range(size)]
+    errors = [e for rank in ranks if (e := rank.exception()) is not None]
+    # Those that the first one has left alone say so, and not why.
+    for e in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise e
+    return [(case, said) for rank in ranks for case, said in rank.result() if said]
 
 
 @pytest.mark.parametrize(
@@ -288,10 +302,69 @@ def test_a_wrong_communicator_is_found(op, fault):
     assert failures(op, fault)
 
 
+def test_what_a_rank_raises_is_no_answer(monkeypatch):
+    def broken(self, x):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Thread, "all_gather", broken)
+    with pytest.raises(ValueError, match="broken"):
+        failures.__wrapped__("all_gather", None)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("fault", ["a rank is left out", "in e4m3", "small sums are 0"])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_reduce_async"])
+def test_wrong_sums_of_any_number_of_ranks_are_found_in_every_dtype(op, fault, size):
+    assert failures(op, None, size) == []
+    found = [case for case, said in failures(op, fault, size) if " off: at " in said]
+    assert {case.split()[0] for case in found} >= {*FLOATS}
+
+
+@pytest.mark.parametrize("fault", ["a rank is left out", "in e4m3", "small sums are 0"])
+def test_wrong_fast_sums_are_found_in_every_dtype(fault):
+    found = [case for case, said in failures("fast_sums", fault) if " off: at " in said]
+    assert {tuple(case.split()[:2]) for case in found} >= {
+        *itertools.product(("one_shot", "two_shot"), FLOATS[:2])
+    }
+
+
 @pytest.mark.parametrize("op", OPTIONAL)
 def test_a_communicator_may_have_the_librarys_sum_alone(op):
-    comm = Thread(Threads("no such sum"), 0)
-    assert [*_cases(CpuPlatform(), comm, op)] == []
+    ((case, run),) = _cases(CpuPlatform(), Thread(Threads("no such sum"), 0), op)
+    assert case == "none here" and run() == ""
+    ((case, run),) = _cases(CpuPlatform(), SimpleNamespace(size=2), op)  # without the method
+    assert case == "none here" and run() == ""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("op", OPTIONAL)
+def test_what_a_platform_promises_is_set_up(op, size):
+    """Named for 2 ranks over one link alone. Kernels of their own may need a newer device."""
+    comm, platform = Thread(Threads("no such sum", size), 0), CpuPlatform()
+    table = {"ordered_sum": "ordered_sums", "all_reduce_async": None}.get(op, "fast_sums")
+    for link, named in ((platform.info().link, (2,)), ("another", (2, 4))):
+        setattr(platform, table or "fast_sums", {link: named})
+        ((case, run),) = _cases(platform, comm, op)
+        promised = size == 2 and link != "another" and table is not None
+        if promised and op in ("ordered_sum", "fast_sums"):
+            assert f"{table} of platform cpu names 2 ranks" in run()
+            assert run().endswith(", and nothing was set up")
+        else:
+            assert run() == ""
+            assert ("though fast_sums of platform cpu names 2 ranks" in case) == promised
+
+
+@pytest.mark.parametrize("most", [2, 1024])
+def test_lines_have_columns(most):
+    """Whatever the longest operation and the longest group are called."""
+    groups = ("all 2", f"attn_tp {most // 2} of {most}")
+    ops = (*GROUP_OPS, *OPTIONAL)
+    found = [RankResult(op, group, NONE) for op in ops for group in groups]
+    lines = as_lines(found)
+    assert len({line.index("  none here") for line in lines}) == 1
+    rows = [re.split(" {2,}", line) for line in lines]
+    assert [(op, group) for op, group, _ in rows] == [(op, g) for op in ops for g in groups]
+    assert as_lines([]) == []
 
 
 PLUGIN = """

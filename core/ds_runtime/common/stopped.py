@@ -28,12 +28,15 @@ def tell_stopped(pids: Iterable[int], over: threading.Event, tell: Callable[[int
 def _watch(looks: dict[int, int], over: threading.Event, tell: Callable[[int], None]) -> None:
     while not over.wait(_LOOK):
         for pid in looks:
-            looks[pid] = looks[pid] + 1 if _is_stopped(pid) else 0
+            looks[pid] = looks[pid] + 1 if is_stopped(pid) else 0
             if looks[pid] > STOPPED / _LOOK:
                 tell(pid)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether this child is; False where the system cannot say."""
+    if not hasattr(os, "waitid"):
+        return False
     how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT  # so that its end is left for others to see
     try:
         return os.waitid(os.P_PID, pid, how) is not None

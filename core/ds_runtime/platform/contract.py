@@ -79,6 +79,19 @@ class Communicator(Protocol):
     """Collectives of one group of ranks. Every rank calls each in the same order.
 
     rank: this one's number in the group. size: ranks of the group.
+
+    Needed: all_reduce, all_gather, gather_rows, gather_objects and close. The kit and the
+    benchmarks alone call broadcast, send, receive and barrier: no engine needs them. A communicator
+    may leave out the others:
+
+    * split: without it `--enable-dp-attention` and `--ep` are refused where they need groups.
+    * reduce_scatter: without it `--enable-dp-attention` is refused.
+    * all_reduce_async: without it `--enable-two-batch-overlap` is refused.
+    * all_to_all: without it `reduce_scatter` with `--batch-invariant` gathers the parts of all.
+    * ordered_sum: without it sums with `--batch-invariant` gather the parts of all.
+    * fast_sums: without it `all_reduce` makes every sum.
+    * normed_sum: without it the add and the norm after sums are kernels of their own.
+    * gather_logits: without it `all_gather` gathers all logits.
     """
 
     rank: int

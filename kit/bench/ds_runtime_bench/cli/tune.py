@@ -193,24 +193,6 @@ def _to_add_to(args: Namespace, out: Path, assembly: Any) -> Any:
     return shipped
 
 
-def _check_ranks(platform: Any, ranks: int) -> None:
-    """That each rank has a device, or a core where ranks share the host's."""
-    from ds_runtime.platform.cores import cores
-
-    if not platform.own_memory and ranks > (most := cores()):
-        raise ConfigError(
-            f"--ranks {ranks}: ranks share the {most} cores of this host; give at most {most}"
-        )
-    for rank in range(ranks):
-        try:
-            platform.info(rank)
-        except Exception as e:
-            raise ConfigError(
-                f"--ranks {ranks}: {ranks} devices are needed, and number {rank} cannot be had: "
-                f"{e}; give less, or let more devices be seen"
-            ) from e
-
-
 def _served(costs: Any, ranks: int) -> str:
     """Which kind of all-reduce engines will have for which size."""
     from ds_runtime.measured import sums
@@ -228,9 +210,10 @@ def run_comm(args: Namespace) -> int:
     config, explicit = build(EngineConfig, args)
     from ds_runtime.engine.process.entry import set_environment
     from ds_runtime_bench.ops import comm, tune
+    from ds_runtime_kit.ranks.devices import check_room
 
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
-    _check_ranks(assembly.platform, args.ranks)
+    check_room(assembly.platform, args.ranks)
     out = _file(args, assembly.device.name)
     costs = _to_add_to(args, out, assembly)
     set_environment(assembly.platform.process_env())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
+import signal
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ds_runtime.common.patience import STOPPED
+from ds_runtime.common.stopped import is_stopped
 from ds_runtime.engine.process.entry import enter
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.measured.costs import KINDS, Collective
@@ -30,13 +33,15 @@ _WIDE = 1 << 18  # bytes of a row, at most, where the last dimension is gathered
 _CALLS, _RUNS = 16, 12  # in a captured run; of it
 _LONG, _ENOUGH = 2e-3, 2e-2  # seconds of a call: from which it is run alone; the larger ones not
 _PATIENCE = 300.0  # seconds for all of it
+_POLL, _CAUSE = 0.5, 2.0  # seconds: to look at ranks; to find who made others fail
 _ITEM = 2  # bytes of a value
+_Seconds: TypeAlias = dict[str, dict[int, float]]  # by kind and size
 
 
 def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dict[str, Collective]:
     """By kind, seconds of collectives of `ranks` ranks, each a process with a device of its own.
 
-    Raises DsRuntimeError where a rank fails, with what it said.
+    Raises DsRuntimeError with the rank that fails and what it said, or that ends or is stopped.
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -47,7 +52,7 @@ def measure(platform: Platform, ranks: int, sizes: Sequence[int] = SIZES) -> dic
         for process in processes:
             process.start()
         try:
-            found = [_answer(results, processes) for _ in processes]
+            found = _answers(results, processes)
         finally:
             for process in processes:
                 process.kill()
@@ -69,24 +74,44 @@ def rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
     return tuple(reversed(found))
 
 
-def _answer(results: Any, processes: Sequence[Any]) -> dict[str, dict[int, float]]:
-    """Of one rank."""
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
-        try:
-            said = results.get(timeout=0.5)
-        except Empty:
-            gone = [p for p in processes if p.exitcode not in (None, 0)]
-            if gone:
+def _answers(results: Any, processes: Sequence[Any]) -> list[_Seconds]:
+    """Of all ranks. Raises DsRuntimeError, which names the rank that all others wait for: others
+    fail once one has ended, so one that has ended is looked for before one that failed."""
+    found, failed = dict[int, _Seconds](), dict[int, str]()
+    since, end = dict[int, float](), time.monotonic() + _PATIENCE
+    while len(found) < len(processes):
+        with contextlib.suppress(Empty):
+            rank, said = results.get(timeout=_POLL)
+            if isinstance(said, str):
+                failed[rank] = said
+                end = min(end, time.monotonic() + _CAUSE)
+            else:
+                found[rank] = said
+        now = time.monotonic()
+        for rank, process in enumerate(processes):
+            if rank in found or rank in failed:
+                continue
+            if process.exitcode:
+                raise DsRuntimeError(f"tune comm: rank {rank} {_ended(process.exitcode)}")
+            if not is_stopped(process.pid):
+                since.pop(rank, None)
+            elif now - since.setdefault(rank, now) > STOPPED:
                 raise DsRuntimeError(
-                    f"tune comm: a rank ended with code {gone[0].exitcode}"
-                ) from None
-            continue
-        if isinstance(said, str):
-            raise DsRuntimeError(f"tune comm: a rank failed:\n{said}")
-        found: dict[str, dict[int, float]] = said
-        return found
-    raise DsRuntimeError(f"tune comm: no answer of all ranks within {_PATIENCE:g} s")
+                    f"tune comm: rank {rank} (process {process.pid}) is stopped, and the other "
+                    "ranks wait for it"
+                )
+        if now > end:
+            for rank, said in failed.items():
+                raise DsRuntimeError(f"tune comm: rank {rank}: {said}")
+            names = ", ".join(str(n) for n in range(len(processes)) if n not in found)
+            raise DsRuntimeError(f"tune comm: rank {names}: no answer within {_PATIENCE:g} s")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _ended(code: int) -> str:
+    if code > 0:
+        return f"ended with code {code}"
+    return f"was killed ({signal.Signals(-code).name})"
 
 
 def _rank(
@@ -105,11 +130,11 @@ def _rank(
             if all(comm.gather_objects(gather is not None)):
                 call = partial(_widened, gather, ranks)
                 curves[GATHER_LOGITS] = _curve(platform, comm, GATHER_LOGITS, call, small)
-        results.put(curves)
+        results.put((rank, curves))
         comm.barrier()
         comm.close()
-    except BaseException:
-        results.put(traceback.format_exc())
+    except BaseException as e:
+        results.put((rank, " ".join(f"{type(e).__name__}: {e}".split())))
 
 
 def _widened(gather: Any, ranks: int, x: Tensor) -> None:

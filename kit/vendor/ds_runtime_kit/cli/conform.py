@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ds_runtime_kit.conform import Verdict
 
 MODES = ("test", "perf", "support")
+RANKS_PER_CORE = 4  # each is a process: a mistyped number would end the machine
 CHECKS_HELP = (
     "samples, weights, rows, memory, codes, capture, honesty; of loaders: accepts, values, slices, "
     "shards, stacks; of layouts: blocks, bytes, copies, exports, host"
@@ -78,13 +79,15 @@ def run(args: Namespace) -> int:
     from ds_runtime.plugins.select_platform import select_platform
 
     names = None if args.plugins is None else [n.strip() for n in args.plugins.split(",")]
+    if args.ranks is not None:
+        _check_alone(args)
     plugins = load_plugins(names)
     if args.mode == "support":
         return _support(plugins, args)
     if args.mode == "perf":
         return _perf(plugins, args)
     if args.ranks is not None:
-        return _ranks(names, args)
+        return _ranks(plugins, names, args)
     platform, _ = select_platform(plugins, args.platform)
     return _case(plugins, platform, args) if args.case else _test(plugins, platform, args)
 
@@ -166,15 +169,40 @@ def _line(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _ranks(plugins: list[str] | None, args: Namespace) -> int:
-    """Group operations; 1 if one of them is wrong."""
-    from ds_runtime_kit.ranks import runs
-
+def _check_alone(args: Namespace) -> None:
+    """Raise ConfigError for what says nothing of a communicator, beside `--ranks`."""
     if args.ranks < 2:
         raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
-    if args.plugin or args.op or args.kernel or args.check or args.case:
-        raise ConfigError("--ranks: tests the platform's communicator alone: name no kernels")
-    found = list(runs.check_ranks(args.platform, plugins, args.ranks))
+    about = f"with --ranks {args.ranks}: only a platform's communicator is tested"
+    if args.plugin:
+        named = args.plugin[0] if len(args.plugin) == 1 else "X"
+        raise ConfigError(f'"{" ".join(args.plugin)}" {about}; give --platform {named}')
+    given = {
+        "--mode": args.mode if args.mode != "test" else None,
+        "--op": " ".join(args.op),
+        "--kernel": " ".join(args.kernel),
+        "--check": " ".join(args.check),
+        "--case": args.case,
+        "--receipts": args.receipts,
+    }
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} {value} {about}; leave {flag} out")
+    if args.recorder:
+        raise ConfigError(f"--recorder {about}; leave it out")
+
+
+def _ranks(plugins: Plugins, names: list[str] | None, args: Namespace) -> int:
+    """Group operations; 1 if one of them is wrong."""
+    from ds_runtime.config import EngineConfig
+    from ds_runtime.plugins.select_platform import select_platform
+    from ds_runtime_kit.ranks import runs
+    from ds_runtime_kit.ranks.devices import check_room
+
+    platform, _ = select_platform(plugins, args.platform)
+    platform.configure(EngineConfig())
+    check_room(platform, args.ranks, RANKS_PER_CORE)
+    found = list(runs.check_ranks(args.platform, names, args.ranks))
     lines = [json.dumps(runs.as_dict(found), indent=1)] if args.json else runs.as_lines(found)
     print("\n".join(lines))
     return int(any(one.failure for one in found))

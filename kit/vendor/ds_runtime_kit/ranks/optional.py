@@ -15,8 +15,8 @@ from ds_runtime_kit.ranks.checks import (
     drawn,
     other_form,
     same_bits,
-    sum_of,
     sum_wrong,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -25,15 +25,31 @@ if TYPE_CHECKING:
     from ds_runtime.platform.contract import Communicator, NormedSum, Platform
 
 Cases: TypeAlias = Iterator[tuple[str, Callable[[], str]]]
+NONE = "none here"  # the case of what a communicator does not have
 _GROUP = 128  # values that share a scale
 _CODES = 4e-2  # as AddRmsNormQuantize's tolerance
 
 
+def _missing(platform: Platform, comm: Communicator, table: str, needed: bool) -> Cases:
+    """The one case where nothing was set up. table: the platform's, which names sizes of groups by
+    the link of its devices. needed: it promises this one. Else a device may be without it."""
+    link = platform.info(platform.local_rank or 0).link
+    named = comm.size in getattr(platform, table).get(link, ())
+    over = link or "an unknown link"
+    said = f"{table} of platform {platform.name} names {comm.size} ranks over {over}"
+    if named and needed:
+        yield "setting it up", lambda: f"{said}, and nothing was set up"
+    else:
+        yield f"{NONE}, though {said}" if named else NONE, lambda: ""
+
+
 def _ordered(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such sum."""
+    """Of sums in order, which are set up wherever the platform names them."""
     most = max(math.prod(shape) for shape in SHAPES)
     made = comm.ordered_sum(most) if hasattr(comm, "ordered_sum") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "ordered_sums", needed=True)
+    else:
         for dtype in FLOATS:
             for shape in SHAPES:
                 yield f"{dtype} {shape}", partial(_in_order, platform, comm, made, dtype, shape)
@@ -41,11 +57,15 @@ def _ordered(platform: Platform, comm: Communicator) -> Cases:
 
 
 def _async(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that starts no sums."""
-    if hasattr(comm, "all_reduce_async"):
+    """Of sums that are started; no table of a platform names them."""
+    if not hasattr(comm, "all_reduce_async"):
+        yield NONE, lambda: ""
+    else:
         for dtype in FLOATS:
             for shape in SHAPES:
                 yield f"{dtype} {shape}", partial(_two_started, platform, comm, dtype, shape)
+            whole = partial(_two_started, platform, comm, dtype, SHAPES[1], whole=True)
+            yield f"{dtype} whole numbers", whole
         late = partial(_two_started, platform, comm, "float32", SHAPES[0], late=comm.size - 1)
         yield "a rank late", late
 
@@ -56,13 +76,17 @@ def _two_started(
     dtype: str,
     shape: Sequence[int],
     late: int | None = None,
+    whole: bool = False,
 ) -> str:
-    """Two sums under way at once, and a product between them, which is as it is alone."""
+    """Two sums under way at once, and a product between them, which is as it is alone. whole: the
+    second is one of numbers whose sum is exact."""
     import torch
 
     device, size = platform.device(platform.local_rank or 0), math.prod(shape)
     draw = partial(drawn, platform, dtype, shape, here=False)
     both = [[draw(size + n, rank) for rank in range(comm.size)] for n in range(2)]
+    if whole:
+        both[1] = whole_numbers(dtype, shape, comm.size)
     plain = drawn(platform, "float32", (64, 64), size, 0, here=False)
     between = plain.to(device)
     if comm.rank == late:
@@ -71,8 +95,8 @@ def _two_started(
     product = (between @ between).cpu()
     found = [end().cpu() for end in ends]
     differ = [said for one in found if (said := same_bits(comm, one))]  # every rank asks
-    for one, xs in zip(found, both, strict=True):
-        if said := other_form(one, xs[0]) or sum_wrong(one, sum_of(xs), xs, dtype):
+    for n, (one, xs) in enumerate(zip(found, both, strict=True)):
+        if said := other_form(one, xs[0]) or sum_wrong(one, xs, exact=whole and n == 1):
             return said
     if not torch.allclose(product, plain @ plain, rtol=1e-2, atol=1e-2):
         return "what was computed during the sums is wrong"
@@ -80,14 +104,18 @@ def _two_started(
 
 
 def _fast(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such kinds."""
+    """Of every kind; one at least is set up wherever the platform names them."""
     shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(1, 8)]
     most = max(math.prod(shape) for shape in shapes) * 4
     made = comm.fast_sums(most) if hasattr(comm, "fast_sums") else {}
+    if not made:
+        yield from _missing(platform, comm, "fast_sums", needed=True)
     for kind, run in made.items():
         for dtype in FLOATS[:2]:
             for shape in shapes:
                 yield f"{kind} {dtype} {shape}", partial(_summed, platform, comm, run, dtype, shape)
+            whole = partial(_summed, platform, comm, run, dtype, shapes[1], whole=True)
+            yield f"{kind} {dtype} whole numbers", whole
         late = partial(_summed, platform, comm, run, "bfloat16", shapes[1], late=comm.size - 1)
         yield f"{kind}, a rank late", late
         apart = partial(_summed, platform, comm, run, "bfloat16", shapes[1], begin=4)
@@ -95,11 +123,13 @@ def _fast(platform: Platform, comm: Communicator) -> Cases:
 
 
 def _normed(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such sum."""
+    """Of sums with their norm."""
     shapes = [(rows, 7168) for rows in (1, 7, 32, 512)] + [(3, 8), (2, 16384)]
     most = max(math.prod(shape) for shape in shapes) * 2
     made = comm.normed_sum(most) if hasattr(comm, "normed_sum") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "fast_sums", needed=False)
+    else:
         ask = partial(_with_norm, platform, comm, made)
         for shape in shapes:
             yield f"{shape}", partial(ask, shape)
@@ -180,13 +210,16 @@ def _summed(
     shape: Sequence[int],
     late: int | None = None,
     begin: int = 0,
+    whole: bool = False,
 ) -> str:
     """A new tensor with the sum, the same bits on all ranks; what was given is as it was. begin: of
-    how many values what is given lies behind in its memory."""
+    how many values what is given lies behind in its memory. whole: numbers whose sum is exact."""
     import torch
 
     size = math.prod(shape)
     flat = [drawn(platform, dtype, (begin + size,), size, r, here=False) for r in range(comm.size)]
+    if whole:
+        flat = whole_numbers(dtype, (begin + size,), comm.size)
     xs = [x[begin:].view(*shape) for x in flat]
     own = flat[comm.rank].to(platform.device(platform.local_rank or 0))[begin:].view(*shape)
     if comm.rank == late:
@@ -197,7 +230,7 @@ def _summed(
         return "what was given has other values now"
     if found.dtype != xs[0].dtype or found.shape != xs[0].shape:
         return f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(shape)}"
-    return sum_wrong(found, sum_of(xs), xs, dtype) or differ
+    return sum_wrong(found, xs, exact=whole) or differ
 
 
 def _in_order(
@@ -225,12 +258,14 @@ def _in_order(
 
 
 def _logits(platform: Platform, comm: Communicator) -> Cases:
-    """None of a communicator that has no such gather."""
+    """Of gathers of logits."""
     # Rows, values of a rank's part, and those that fill up the last one's.
     shapes = [(1, 8, 0), (3, 64, 5), (1, 16160, 0), (33, 4096, 1), (512, 2048, 7), (2, 8, 9)]
     most = max(rows * n for rows, n, _ in shapes) * 2
     made = comm.gather_logits(most) if hasattr(comm, "gather_logits") else None
-    if made is not None:
+    if made is None:
+        yield from _missing(platform, comm, "fast_sums", needed=False)
+    else:
         for shape in shapes:
             if shape[2] < comm.size * shape[1]:
                 yield f"{shape}", partial(_side_by_side, platform, comm, made, shape)
@@ -274,4 +309,4 @@ OPTIONAL: Mapping[str, Callable[[Platform, Communicator], Cases]] = {
     "normed_sum": _normed,
     "gather_logits": _logits,
 }
-"""By the communicator's method, the cases of it."""
+"""By the communicator's method, the cases of it: where it has none, one that says so."""

@@ -1,7 +1,8 @@
 """Operations of groups of ranks, against a plain computation.
 
-Every rank makes the inputs of all, so that each knows what it must get: sums in float64, everything
-else to the bit. A rank may come late, or have nothing to give.
+Every rank makes the inputs of all, so that each knows what it must get: sums within what their
+additions round, and to the bit where nothing is rounded; everything else to the bit. A rank may
+come late, or have nothing to give.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_runtime.parallel.mesh import Mesh
-from ds_runtime_kit.ranks.checks import FLOATS, LATE, SHAPES, drawn, same_bits, sum_of, sum_wrong
+from ds_runtime_kit.ranks.checks import (
+    FLOATS,
+    LATE,
+    SHAPES,
+    drawn,
+    same_bits,
+    sum_wrong,
+    whole_numbers,
+)
 from ds_runtime_kit.ranks.optional import OPTIONAL
 
 if TYPE_CHECKING:
@@ -67,6 +76,8 @@ def _cases(
     for dtype in (*FLOATS, *(() if op in SUMS else ("int64", "uint8"))):
         for size in SHAPES:
             yield f"{dtype} {size}", partial(one, dtype, size)
+        if op in SUMS:
+            yield f"{dtype} whole numbers", partial(one, dtype, shape, whole=True)
     yield "strided", partial(one, "float32", shape, strided=True)
     for rank in ends:
         yield f"rank {rank} late", partial(one, "bfloat16", shape, late=rank)
@@ -99,13 +110,17 @@ def _one(
     strided: bool = False,
     late: int | None = None,
     empty: int | None = None,
+    whole: bool = False,
 ) -> str:
-    """empty: a rank that has no rows of its own, and fills them with zeros as steps do."""
+    """empty: a rank that has no rows of its own, and fills them with zeros as steps do. whole:
+    numbers whose sums are exact."""
     import torch
 
-    whole = (shape[0] * comm.size, *shape[1:]) if op in ("reduce_scatter", "all_to_all") else shape
-    seed = sum(map(ord, op + dtype)) + sum(whole)
-    xs = [drawn(platform, dtype, whole, seed, rank, here=False) for rank in range(comm.size)]
+    given = (shape[0] * comm.size, *shape[1:]) if op in ("reduce_scatter", "all_to_all") else shape
+    seed = sum(map(ord, op + dtype)) + sum(given)
+    xs = [drawn(platform, dtype, given, seed, rank, here=False) for rank in range(comm.size)]
+    if whole:
+        xs = whole_numbers(dtype, given, comm.size)
     if empty is not None:
         xs[empty] = torch.zeros_like(xs[empty])
     own = xs[comm.rank].to(platform.device(platform.local_rank or 0))
@@ -114,16 +129,14 @@ def _one(
     if comm.rank == late:
         time.sleep(LATE)
     said = []
-    for got, want, exact in _run(comm, op, own, xs):
-        found = got.cpu()
-        if found.dtype != xs[0].dtype or found.shape != want.shape:
-            return (
-                f"{found.dtype} {tuple(found.shape)} instead of {xs[0].dtype} {tuple(want.shape)}"
-            )
-        if exact:
-            said.append("" if torch.equal(found, want) else "other values than were given")
+    for got, parts in _run(comm, op, own, xs):
+        found, want = got.cpu(), parts[0]
+        if found.dtype != want.dtype or found.shape != want.shape:
+            return f"{found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
+        if op in SUMS:
+            said.append(sum_wrong(found, parts, whole))
         else:
-            said.append(sum_wrong(found, want, xs, dtype))
+            said.append("" if torch.equal(found, want) else "other values than were given")
     if op == "all_reduce":
         said.append(same_bits(comm, found))
     return next(filter(None, said), "")
@@ -131,27 +144,27 @@ def _one(
 
 def _run(
     comm: Communicator, op: str, own: Tensor, xs: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """(what this rank gets, what it should get, whether to the bit)."""
+) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+    """(what this rank gets, what it should get: of a sum, its parts)."""
     import torch
 
     rank, size = comm.rank, comm.size
     if op == "all_reduce":
-        yield comm.all_reduce(own.clone()), sum_of(xs), False
+        yield comm.all_reduce(own.clone()), xs
     elif op == "reduce_scatter":
-        yield comm.reduce_scatter(own.clone()), sum_of(xs).tensor_split(size)[rank], False
+        yield comm.reduce_scatter(own.clone()), [x.tensor_split(size)[rank] for x in xs]
     elif op == "all_gather":
-        yield comm.all_gather(own), torch.cat(list(xs), -1), True
+        yield comm.all_gather(own), [torch.cat(list(xs), -1)]
     elif op == "gather_rows":
-        yield comm.gather_rows(own), torch.cat(list(xs)), True
+        yield comm.gather_rows(own), [torch.cat(list(xs))]
     elif op == "all_to_all":
         parts = [x.tensor_split(size)[rank] for x in xs]
-        yield comm.all_to_all(own), torch.cat(parts), True
+        yield comm.all_to_all(own), [torch.cat(parts)]
     elif op == "broadcast":
         for source in range(size):
-            yield comm.broadcast(own.clone(), source), xs[source], True
+            yield comm.broadcast(own.clone(), source), [xs[source]]
     else:
-        yield _passed_on(comm, own), xs[rank - 1], True
+        yield _passed_on(comm, own), [xs[rank - 1]]
 
 
 def _passed_on(comm: Communicator, own: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.common.patience import WHOLE
 from ds_runtime.errors import ConfigError, DsRuntimeError
 from ds_runtime_kit.ranks.checks import drawn
+from ds_runtime_kit.ranks.optional import NONE
 from ds_runtime_kit.ranks.questions import Key, questions
 
 if TYPE_CHECKING:
@@ -243,12 +244,15 @@ def as_lines(found: Sequence[RankResult]) -> list[str]:
     grouped: dict[tuple[str, str], list[RankResult]] = {}
     for one in found:
         grouped.setdefault((one.op, one.group), []).append(one)
+    of_op = 2 + max((len(op) for op, _ in grouped), default=0)
+    of_group = 2 + max((len(group) for _, group in grouped), default=0)
     lines = []
     for (op, group), results in grouped.items():
-        wrong = [r for r in results if r.failure]
-        lines.append(
-            f"{op:<15}{group:<18}{'FAILED' if wrong else 'conforms'} ({len(results)} cases)"
-        )
+        judged = "FAILED" if any(r.failure for r in results) else "conforms"
+        said = f"{judged} ({len(results)} cases)"
+        if len(results) == 1 and results[0].case.startswith(NONE):
+            said = results[0].case
+        lines.append(f"{op:<{of_op}}{group:<{of_group}}{said}")
         lines += [f"  {r.case}: {r.failure or r.note}" for r in results if r.failure or r.note]
     return lines
 
