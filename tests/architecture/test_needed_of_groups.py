@@ -44,6 +44,6 @@ def test_every_method_is_needed_or_of_the_kit_or_may_be_left_out():
 
 
 def test_core_calls_what_it_says_and_looks_for_what_may_be_left_out():
-    needed, kit, optional = parts()
+    _, kit, optional = parts()
     assert {name for name in METHODS if looked_for(name)} == optional
     assert {name for name in METHODS if called(name)} == METHODS - kit

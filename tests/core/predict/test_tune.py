@@ -219,7 +219,7 @@ def test_comm_drops_kinds_that_ranks_have_no_more(own, monkeypatch, capsys, brou
     good(device).with_collectives(curves((2, *others), seconds=9e-5)).write(path)
     new = curves((2,), ("all_reduce", *brought))
     monkeypatch.setattr(comm, "measure", lambda platform, ranks: new)
-    monkeypatch.setattr("ds_runtime_kit.ranks.devices.check_room", lambda *args: None)
+    monkeypatch.setattr("ds_runtime_bench.ops.devices.check_room", lambda *args: None)
     assert main(["tune", "comm", *CPU, "--ranks", "2"]) == 0
     made, old = Costs.read(path).collectives, curves((2, *others), seconds=9e-5)
     assert made["all_reduce"][2] == new["all_reduce"][2]
@@ -237,7 +237,7 @@ def test_costs_that_a_plugin_ships_are_added_to(own, monkeypatch, capsys, comman
     device, path = own
     monkeypatch.setattr(comm, "measure", lambda *args: curves((2,)))
     monkeypatch.setattr(host_steps, "measure", lambda *args: ((1, 1e-3),))
-    monkeypatch.setattr("ds_runtime_kit.ranks.devices.check_room", lambda *args: None)
+    monkeypatch.setattr("ds_runtime_bench.ops.devices.check_room", lambda *args: None)
     for more, remedy in ([], ""), (["--out", str(path)], f" --out {path}"):
         assert main(["tune", *command, *CPU, *more]) == 1
         said = capsys.readouterr().err

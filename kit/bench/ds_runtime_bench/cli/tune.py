@@ -210,7 +210,7 @@ def run_comm(args: Namespace) -> int:
     config, explicit = build(EngineConfig, args)
     from ds_runtime.engine.process.entry import set_environment
     from ds_runtime_bench.ops import comm, tune
-    from ds_runtime_kit.ranks.devices import check_room
+    from ds_runtime_bench.ops.devices import check_room
 
     assembly = tune.assembled(config, explicit, tune.Geometry("tiny-v3"), "bfloat16")
     check_room(assembly.platform, args.ranks)

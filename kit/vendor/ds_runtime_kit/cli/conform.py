@@ -196,8 +196,8 @@ def _ranks(plugins: Plugins, names: list[str] | None, args: Namespace) -> int:
     """Group operations; 1 if one of them is wrong."""
     from ds_runtime.config import EngineConfig
     from ds_runtime.plugins.select_platform import select_platform
+    from ds_runtime_bench.ops.devices import check_room
     from ds_runtime_kit.ranks import runs
-    from ds_runtime_kit.ranks.devices import check_room
 
     platform, _ = select_platform(plugins, args.platform)
     platform.configure(EngineConfig())

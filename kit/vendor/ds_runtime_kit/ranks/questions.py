@@ -1,8 +1,8 @@
 """Operations of groups of ranks, against a plain computation.
 
-Every rank makes the inputs of all, so that each knows what it must get: sums within what their
-additions round, and to the bit where nothing is rounded; everything else to the bit. A rank may
-come late, or have nothing to give.
+Every rank makes the inputs of all, so that each knows what it must get. Sums are right within what
+their additions round, and to the bit where nothing is rounded. Everything else is right to the bit.
+A rank may come late, or have nothing to give.
 """
 
 from __future__ import annotations
