@@ -209,7 +209,7 @@ class TorchCommunicator:
         return y.to(x.dtype)
 
     def all_reduce_async(self, x: Tensor) -> Callable[[], Tensor]:
-        """The backend's own sum: a subclass with another `all_reduce` overrides this, too."""
+        """The backend's own sum. A subclass that sums in another way overrides this, too."""
         dtype, y, begin = x.dtype, self._summable(x), perf_counter()
         work = _timed(self, lambda: dist.all_reduce(y, group=self._group, async_op=True))
 

@@ -307,7 +307,6 @@ def test_the_cache_is_flushed_where_that_is_asked_for(capsys):
         (["--tool-result-len", "9", "3"], "--tool-result-len 9 3: write the least"),
         (["--tool-result-len", "0", "3"], "--tool-result-len 0 3"),
         (["--think-time", "-1"], "--think-time -1: must be at least 0"),
-        (["--think-time", "inf"], "--think-time inf"),
         (["--prefix-len", "-1"], "--prefix-len -1"),
         (["--rounds", "3"], "need --compare URL"),
         (["--compare", "http://x", "--rounds", "0"], "--rounds 0: must be at least 1"),

@@ -324,7 +324,6 @@ def test_failed_requests_are_counted_and_told(capsys):
         (["--base-url", "http://127.0.0.1:99999"], "--base-url"),
         (["--max-concurrency", "0"], "--max-concurrency 0: must be at least 1"),
         (["--request-rate", "0"], "--request-rate 0: must be above 0"),
-        (["--request-rate", "nan"], "--request-rate nan"),
         (["--goodput", "ttft"], "write NAME:MS"),
         (["--goodput", "itll:5"], "write NAME:MS"),
         (["--dataset-name", "custom"], "--dataset-path FILE"),
