@@ -225,7 +225,8 @@ def test_weights_that_give_nan_are_refused_at_the_start(tiny, tmp_path, name, va
 
 
 def test_more_requests_than_memory_has_page_tables_for(tiny, monkeypatch):
-    monkeypatch.setattr("ds_runtime.config.values.MOST_REQUESTS", 10**12)
+    for limit in ("values.MOST_REQUESTS", "fields._MOST"):
+        monkeypatch.setattr(f"ds_runtime.config.{limit}", 10**12)
     with pytest.raises(
         ConfigError, match=r"--max-running-requests 10{12}: page tables .* need 40\.0 TB"
     ):
