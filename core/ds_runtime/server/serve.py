@@ -91,9 +91,10 @@ def _started(lives: Sequence[Lives]) -> Iterator[Callable[[], None]]:
         if asked:
             raise asked[0]
 
+    interrupted = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, leave)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if interrupted is signal.default_int_handler:
             signal.signal(signal.SIGINT, leave)
     try:
         for one in lives:
@@ -105,6 +106,9 @@ def _started(lives: Sequence[Lives]) -> Iterator[Callable[[], None]]:
                 one.abandon()
         check()
         raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is leave:  # whoever called may wait for Ctrl-C
+            signal.signal(signal.SIGINT, interrupted)
 
 
 def _headless(config: EngineConfig, server: ServerConfig, explicit: Collection[str]) -> int:

@@ -178,6 +178,8 @@ def test_a_signal_before_the_server_handles_it_ends_the_engines(
                 ServerConfig(port=0),
                 launch=lambda config, folder, explicit, replica: engines[replica],
             )
+        after = signal.getsignal(signal.SIGINT)
+        assert after is before[signal.SIGINT], "whoever called may wait for Ctrl-C"
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
