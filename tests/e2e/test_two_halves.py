@@ -58,18 +58,18 @@ def check_alike(found, whole):
 
 
 @pytest.mark.parametrize(
-    "more",
+    "more, own",
     [
-        {"chunked_prefill_size": 32},
-        pytest.param({"tbo_token_distribution_threshold": 0.0}, marks=pytest.mark.slow),
-        pytest.param({"tp": 4}, marks=pytest.mark.slow),
+        ({"chunked_prefill_size": 32}, {}),
+        pytest.param({}, {"tbo_token_distribution_threshold": 0.0}, marks=pytest.mark.slow),
+        pytest.param({"tp": 4}, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_answers_are_those_of_whole_steps(tiny, more):
+def test_answers_are_those_of_whole_steps(tiny, more, own):
     whole, kinds, said = answers(str(tiny), **more)
     assert {*kinds} == {"all_reduce"} and "two halves" not in said
-    found, kinds, said = answers(str(tiny), **HALVES, **more)
+    found, kinds, said = answers(str(tiny), **HALVES, **more, **own)
     assert kinds["all_reduce_async"] > 0 and kinds["all_reduce"] > 0, "decode steps are whole"
     assert "steps with 8 tokens of prompts or more run as two halves" in said
     check_alike(found, whole)
